@@ -15,7 +15,12 @@ class LayerCosts:
         key_flops: operations per token of query projections, and of their products with the keys.
         selection_flops: of first-stage scores and the candidate grid.
         projection_flops: of the projections.
-        selection_bytes: bytes per token that the selection reads and writes.
+        selection_bytes: bytes per token that the selection has to read and write.
+        selection_moved: bytes per token that a GPU's operations move in bf16, from products with keys to entries' scores.
+        selection_moved_back: the same in backward, from the gradients of these scores to those of the products, but for
+            a sort of gradients by token and key: of so many per token,
+        sorted_scores: for both sides, and of as many keys,
+        sorted_keys: on each.
         kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
         kept_narrow: the same in the precision of the run.
         kept_ids: the same of int64 numbers.
@@ -32,6 +37,10 @@ class LayerCosts:
     selection_flops: float = 0.0
     projection_flops: float = 0.0
     selection_bytes: int = 0
+    selection_moved: int = 0
+    selection_moved_back: int = 0
+    sorted_scores: int = 0
+    sorted_keys: int = 0
     kept_wide: int = 0
     kept_narrow: int = 0
     kept_ids: int = 0

@@ -59,8 +59,8 @@ def add_parser(subparsers: Any) -> None:
         "--as-gpu",
         action="store_true",
         help="take a GPU's branches, and print what passes between host and GPU in a step, an evaluation, a save, a "
-        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed, or if accesses of two "
-        "steps have no order on its streams",
+        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed, or if accesses have "
+        "no order on its streams",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run_dryrun)
@@ -130,7 +130,9 @@ def _lines(report: RankReport, predicted: StageBytes) -> list[str]:
     if report.traffic:
         lines += ["  between host and GPU:", *(f"    {line}" for line in aligned(_traffic(report)))]
     if report.next_collectives:
-        lines.append(f"  accesses of two steps without an order on the GPU's streams: {len(report.races)}")
+        lines.append(
+            f"  accesses without an order on the GPU's streams, of two steps and the rest: {len(report.races)}"
+        )
     return lines
 
 

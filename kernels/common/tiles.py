@@ -91,5 +91,10 @@ def slots_per_run(num_slots: int) -> int:
     return min(4, max(1, num_slots // _MANY_RUNS))
 
 
+def scratch_capacity(top_k: int) -> int:
+    """Q of the selections: a power of two with room for a quarter more than K, so that the bisection has something to hit."""
+    return max(16, _power_of_two(top_k + top_k // 4))
+
+
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of
+from kernels.common.tiles import scratch_capacity
 from kernels.list_topk.naive import check_top_k
 
 # Below every key, also that of -inf.
@@ -238,11 +239,6 @@ MAX_TOP_K = 1024
 """The most entries that are kept."""
 
 
-def _capacity(top_k: int) -> int:
-    """Q: a power of two with room for a quarter more than K, so that the bisection has something to hit."""
-    return max(16, triton.next_power_of_2(top_k + top_k // 4))
-
-
 def num_warps(num_entries: int) -> int:
     """Warps that hold a power of two of keys, mostly 32 per thread."""
     return max(1, min(16, num_entries // 1024))
@@ -291,7 +287,7 @@ def select_in_two_stages(
     with on_device_of(row_scores):
         stage_ids = _best_of_both_sides(row_scores, column_scores, directions, row_top_k)
         retrieved = stage_ids.new_empty(*stage_ids.shape[:3], top_k)
-        num_lists, row_capacity = retrieved[0, :, :, 0].numel(), _capacity(top_k)
+        num_lists, row_capacity = retrieved[0, :, :, 0].numel(), scratch_capacity(top_k)
         if num_lists:
             scratch = stage_ids.new_empty(num_lists, row_capacity)
             collect(row_scores, column_scores, stage_ids, scratch)
@@ -316,7 +312,7 @@ def _best_of_both_sides(
     """Stage 1 of both sides, [2, T, H, K]; arguments as of `select_in_two_stages`, with equal strides."""
     num_tokens, num_heads, num_keys = row_scores.shape[:3]
     _check_supported(row_scores, num_keys, top_k)
-    num_lists, row_capacity = 2 * num_tokens * num_heads, _capacity(top_k)
+    num_lists, row_capacity = 2 * num_tokens * num_heads, scratch_capacity(top_k)
     ids = torch.empty(2, num_tokens, num_heads, top_k, dtype=torch.int64, device=row_scores.device)
     if num_lists == 0:
         return ids

@@ -6,6 +6,7 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
+from kernels.common.tiles import scratch_capacity
 from megamem.layer_costs import LayerCosts
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from megamem.sharing import LayerView
@@ -30,6 +31,10 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
         projection_flops=2.0 * projections,
         selection_bytes=_selection_bytes(memory, keys),
+        selection_moved=selection_moved(keys, memory.num_heads, memory.row_top_k, memory.top_k, memory.tucker_rank),
+        selection_moved_back=selection_moved_back(keys, entries, memory.tucker_rank),
+        sorted_scores=2 * entries,
+        sorted_keys=keys // memory.tucker_rank // 2,
         kept_wide=entries * memory.tucker_rank * (2 + memory.num_cores)
         + _balanced_keys(memory, keys // memory.tucker_rank),
         kept_narrow=2 * queries + entries * memory.num_cores,
@@ -58,6 +63,10 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
         selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
         projection_flops=2.0 * width * inputs,
         selection_bytes=_selection_bytes(memory, keys),
+        selection_moved=selection_moved(keys, memory.num_heads, memory.row_top_k, memory.top_k) + SOFTMAX * entries,
+        selection_moved_back=selection_moved_back(keys, entries) + SOFTMAX_BACK * entries,
+        sorted_scores=2 * entries,
+        sorted_keys=keys // 2,
         kept_wide=entries + _balanced_keys(memory, keys),
         kept_narrow=(2 if memory.query_norm else 1) * queries + entries,
         kept_ids=2 * entries,
@@ -73,3 +82,46 @@ def _balanced_keys(memory: RetrievalConfig, keys: int) -> int:
 def _selection_bytes(memory: RetrievalConfig, keys: int) -> int:
     """Per token: fp32 scores of the keys read, int64 numbers of rows and columns written."""
     return 4 * keys + 8 * memory.num_heads * 2 * (memory.row_top_k + memory.top_k)
+
+
+def selection_moved(keys: int, heads: int, row_top_k: int, top_k: int, rank: int = 1) -> int:
+    """Bytes per token of a selection in two stages, R = `rank` scores per key: see `LayerCosts.selection_moved`.
+
+    The products are widened. Each stage writes the scratch of `kernels.list_topk`, and sorts it; the first reads all
+    scores, the second those of the keys that were kept. Then those of the entries are gathered.
+    """
+    kept, entries = heads * row_top_k, heads * top_k
+    widened = (_PRODUCT + _SCORE) * keys
+    first = _SCORE * keys + 2 * 2 * heads * _ID * scratch_capacity(row_top_k) + 2 * _ID * kept
+    second = 2 * _ID * kept + _gathered(2 * kept, keys, rank) + 2 * heads * _ID * scratch_capacity(top_k)
+    # Rows and columns of the entries, and the entries' numbers.
+    ids = 2 * _ID * kept + 2 * _ID * entries + 3 * _ID * entries
+    return widened + first + second + ids + 2 * gathered_scores(entries, keys // 2, rank)
+
+
+def selection_moved_back(keys: int, entries: int, rank: int = 1) -> int:
+    """The same of backward. The gradients of both sides' scores are put together, and into the products' order."""
+    return (4 * _SCORE + _SCORE + _PRODUCT) * keys + 2 * scores_summed_by_key(entries, keys // 2, rank)
+
+
+def gathered_scores(entries: int, keys: int, rank: int = 1) -> int:
+    """Bytes per token of `kernels.kept_scores` on a GPU, for one side."""
+    return _gathered(entries, keys, rank) + entries * (_SCORE * rank + _ID)
+
+
+def scores_summed_by_key(entries: int, keys: int, rank: int = 1) -> int:
+    """Bytes per token of its backward, but for the sort: zeros, ids made unique, written with their places and read
+    again, and each entry's gradient added to its key's."""
+    return _SCORE * keys + entries * (2 * _ID + 3 * _ID + _ID + 2 * _ID + 3 * _SCORE * rank)
+
+
+def _gathered(entries: int, keys: int, rank: int) -> int:
+    """Bytes of the sectors that hold the R scores of each entry, or of all scores."""
+    return min(_SECTOR * rank * entries, _SCORE * keys)
+
+
+_PRODUCT, _SCORE, _ID, _SECTOR = 2, 4, 8, 32
+SOFTMAX = 3 * _SCORE + 2 * _SCORE
+"""Bytes per entry of the sum of its two scores, and their softmax."""
+SOFTMAX_BACK = 3 * _SCORE
+"""Bytes per entry of the softmax's gradient."""

@@ -23,9 +23,9 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.launches import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
 from pretrain.planning.costs.sent import stages_sent
-from pretrain.planning.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
@@ -160,15 +160,34 @@ REAL = replace(
 ALONE = replace(
     SPLIT, parallel=ParallelConfig(memory=8), train=replace(SPLIT.train, recompute="none", global_batch_size=8)
 )
+OF_EXPERTS = replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train)
 LAUNCHED = {
-    "launched": ALONE,
-    "launched, mixture": replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train),
-    "launched, dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
+    "dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
+    "memory": replace(ALONE, model=replace(ALONE.model, memory=replace(MEMORY, sharing=SharingConfig()))),
+    "mixture": OF_EXPERTS,
+    "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
 }
 
 
-def with_blocks(config: RunConfig, number: int) -> RunConfig:
-    return replace(config, model=replace(config.model, num_layers=number))
+def launches_of_block(config: RunConfig, world: int) -> tuple[float, float]:
+    """Kernels of one block for one microbatch, as on a GPU, forward and backward: by a block and a microbatch more, and
+    by a forward pass more.
+    """
+
+    def of_block(num_microbatches: int, recompute: Any) -> int:
+        batch = num_microbatches * config.train.global_batch_size
+        train = replace(config.train, global_batch_size=batch, recompute=recompute)
+        one, two = (
+            of_all_stages(
+                replace(config, model=replace(config.model, num_layers=number), train=train), world, as_gpu=True
+            )
+            for number in (1, 2)
+        )
+        return int(two[0].num_kernels - one[0].num_kernels)
+
+    once, twice = of_block(1, "none"), of_block(2, "none")
+    forward = (of_block(2, "full") - twice) / 2
+    return forward, twice - once - forward
 
 
 def of_all_stages(config: RunConfig, world: int, *, as_gpu: bool) -> list[Any]:
@@ -185,9 +204,8 @@ class Reports(dict[str, list[Any]]):
 
     def __missing__(self, name: str) -> list[Any]:
         def main() -> list[Any]:
-            if name in LAUNCHED:
-                configs = [with_blocks(LAUNCHED[name], number) for number in (2, 4)]
-                return [of_all_stages(config, 8, as_gpu=False)[0] for config in configs]
+            if name == "launches":
+                return [launches_of_block(config, 8) for config in LAUNCHED.values()]
             if name == "real":
                 # Beside ranks on the CPU.
                 return of_all_stages(REAL, 2, as_gpu=False)
@@ -319,13 +337,13 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
 
 
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
-    of_block = {name: (four.num_kernels - two.num_kernels) / 2 for name in LAUNCHED for two, four in [reports[name]]}
-    assert of_block["launched, dense"] == pytest.approx(sum(LAUNCHES_DENSE), rel=0.1)
-    memory = of_block["launched"] - of_block["launched, dense"]
-    assert memory == pytest.approx(sum(LAUNCHES_MEMORY), rel=0.1)
-    # Four experts on each rank.
-    mixture = of_block["launched, mixture"] - of_block["launched, dense"]
-    assert mixture == pytest.approx(sum(LAUNCHES_MIXTURE) + 4 * sum(LAUNCHES_EXPERT), rel=0.1)
+    for way in (0, 1):
+        dense, memory, mixture, larger = (counted[way] for counted in reports["launches"])
+        assert dense == pytest.approx(LAUNCHES_DENSE[way], rel=0.05)
+        assert memory - dense == pytest.approx(LAUNCHES_MEMORY[way], rel=0.05)
+        # Four experts on each rank, and eight.
+        assert (larger - mixture) / 4 == pytest.approx(LAUNCHES_EXPERT[way], rel=0.05)
+        assert 2 * mixture - larger - dense == pytest.approx(LAUNCHES_MIXTURE[way], rel=0.05)
 
 
 def allocations_of_a_real_step() -> tuple[int, int]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
 from pretrain.planning.costs.stages import Division, stages_of
-from pretrain.planning.costs.timing import TimePart, assumptions, launches_of
+from pretrain.planning.costs.timing import TimePart, assumptions
 
 _HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
 _WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)

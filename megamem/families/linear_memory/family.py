@@ -9,6 +9,7 @@ from megamem.distributions import Distribution, symmetric
 from megamem.families.family import Family
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.layer_costs import LayerCosts
+from megamem.retrieval.costs import SOFTMAX_BACK, gathered_scores, scores_summed_by_key
 from megamem.sharing import LayerView
 
 
@@ -24,6 +25,14 @@ def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
         retrieval=weights,
         key_flops=2.0 * weights,
         selection_bytes=4 * scores + 8 * entries,
+        # Widened, and sorted: by the blocks that hold a short list, else in four passes of scores and places.
+        selection_moved=(6 + (16 if memory.num_rows <= 4096 else 8 + 4 + 4 * 2 * 12)) * scores
+        + 16 * entries
+        + gathered_scores(entries, scores)
+        + 8 * entries,
+        selection_moved_back=6 * scores + scores_summed_by_key(entries, scores) + SOFTMAX_BACK * entries,
+        sorted_scores=entries,
+        sorted_keys=scores,
         kept_wide=entries,
         kept_narrow=queries + entries,
         kept_ids=2 * entries,

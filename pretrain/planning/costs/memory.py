@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kernels.common.ids import bytes_per_id
@@ -21,6 +22,7 @@ from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
+from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 
 
@@ -41,6 +43,7 @@ class MemoryPart(StrEnum):
     LOSS = "logits and loss"
     MESSAGES = "messages between stages"
     BACKWARD = "gradients of activations"
+    STREAMS = "kept for one stream alone"
     OTHER = "other"
     HOST = "host memory"
 
@@ -203,26 +206,26 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     # One trained block, if any is trained.
     one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
     of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
-    passing = block_passing(config, stage, tokens, of_one) if stage.backward.num else {}
+    passing = block_passing(config, stage, tokens, of_one)
+    waiting: dict[MemoryPart, float] = {}
+    block = of_one
     if not stage.backward.num:
         # The forward pass of one block.
-        waiting, in_block = {}, block_kept(config, stage, stage.blocks, stage.blocks, tokens)
+        passing, block = Passing(), block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     elif train.recompute == "full":
         # Every block keeps its input; a whole block only while its backward pass runs, at most one with a memory.
         inputs = blocks_in_flight * (1 + stage.backward.arrivals / max(1, stage.backward.num))
         waiting = {MemoryPart.RESIDUAL: inputs * tokens * model.hidden_size * element}
-        in_block = _sum(of_one, passing)
         if model.moe is not None:
             # Megatron's dispatchers keep the graphs of their last pass, and those the gradients of the blocks' inputs.
             left = (stage.backward.num - 1) * tokens * model.hidden_size * element
-            in_block = _sum(in_block, {MemoryPart.BACKWARD: left})
+            block = _sum(block, {MemoryPart.BACKWARD: left})
     else:
-        waiting = {part: blocks_in_flight * num for part, num in kept.items()}
-        in_block = passing
+        waiting, block = {part: blocks_in_flight * num for part, num in kept.items()}, {}
         if train.recompute == "selective":
             # One core's forward pass again, with its outputs, for its backward pass.
             outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
-            in_block = _sum(passing, {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs})
+            block = {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs}
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
@@ -231,12 +234,48 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
         }
         if division.num_microbatches > 1:
             at_loss = _sum(at_loss, gradients_under_way(config, stage, tokens))
-    parts = _sum(waiting, max(in_block, at_loss, key=lambda part: sum(part.values())))
+    of_backbone = _sum(block, passing.residual, passing.of_backbone)
+    of_memory = _sum(block, passing.residual, passing.of_memory)
+    parts = _sum(waiting, max(of_backbone, of_memory, at_loss, key=_total))
+    if memory_runs_beside(config):
+        backbone = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
+        memory = _memorys(waiting) + _memorys(block) + passing.on_memory_stream
+        pools = backbone + memory + passing.on_gradient_stream
+        parts[MemoryPart.STREAMS] = pools - _total(parts) + _returning(config, stage, tokens, division.num_microbatches)
     if stage.has_embedding:
         parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
     if config.parallel.pipeline > 1:
         parts = _sum(parts, {MemoryPart.MESSAGES: tokens * model.hidden_size * element})
     return parts
+
+
+def _memorys(parts: Mapping[MemoryPart, float]) -> float:
+    """Bytes that the memory's stream has allocated, of what backward needs."""
+    return sum(parts.get(part, 0.0) for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE))
+
+
+def _backbones(parts: Mapping[MemoryPart, float]) -> float:
+    """Bytes that the common stream has allocated, of what backward needs."""
+    return _total(parts) - _memorys(parts)
+
+
+def _returning(config: RunConfig, stage: Stage, tokens: int, num_microbatches: int) -> float:
+    """Bytes that one stream has freed and another has used, as far as the host does not yet know that it is done.
+
+    Where passes are in flight, those are the memories' outputs when backward begins. Blocks that keep nothing free a
+    memory's input and output in each forward pass, and in backward the gradients of both, and of its weights.
+    """
+    blocks = stage.backward if stage.backward.num else stage.blocks
+    forward, backward = (launches_of(config, stage, blocks, way) / blocks.num for way in (0, 1))
+    element, hidden = config.train.element_bytes, tokens * config.model.hidden_size * config.train.element_bytes
+    if not stage.backward.num:
+        launches, freed = forward, 2.0 * hidden
+    elif config.train.recompute == "full":
+        weights = (stage.memory.retrieval + stage.memory.projections) / max(1, stage.blocks.memories)
+        launches, freed = 2 * forward + backward, 6.0 * hidden + element * weights
+    else:
+        launches, freed = forward, 1.0 * hidden
+    return blocks.beside / blocks.num * freed * min(LAUNCHES_AHEAD / launches, blocks.num * num_microbatches)
 
 
 def loss_bytes(config: RunConfig, tokens: int) -> float:
@@ -340,27 +379,45 @@ def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[Me
     }
 
 
-def block_passing(
-    config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]
-) -> dict[MemoryPart, float]:
-    """Bytes that one block adds at its peak to `kept`, the bytes that backward needs of its forward pass, by part.
+@dataclass(frozen=True)
+class Passing:
+    """Bytes that one block adds at its largest moments to what backward needs of its forward pass, by part.
 
-    The peak is the largest of six moments, in all of which the lookup before may still have its gradients under way, but
-    for the sort. Selection of entries: the family's figure. Read of the memory: the scores of all keys, and coefficients
-    as they are cut for ranks and as they leave, or before them rows and bins in one number. Backward of the read: the
-    ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward of the retrieval: the gradients of
-    the key scores, when what the lookup and the entries kept is gone. Backward of the feed-forward: see
-    `_ffn_backward`. Backward of attention across ranks, when what the feed-forward kept is gone: see
-    `attention_backward`.
+    Attributes:
+        residual: in all moments.
+        of_backbone: in the largest of feed-forward and attention.
+        of_memory: in the memory's largest.
+        on_memory_stream: bytes of the largest moment of the memory's own stream.
+        on_gradient_stream: the same of the stream that adds gradients of tables up.
+    """
+
+    residual: dict[MemoryPart, float] = field(default_factory=dict)
+    of_backbone: dict[MemoryPart, float] = field(default_factory=dict)
+    of_memory: dict[MemoryPart, float] = field(default_factory=dict)
+    on_memory_stream: float = 0.0
+    on_gradient_stream: float = 0.0
+
+
+def block_passing(config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]) -> Passing:
+    """Bytes that one block adds at its largest moments to `kept`, the bytes that backward needs of its forward pass.
+
+    Those of the backbone: backward of the feed-forward, see `_ffn_backward`; backward of attention across ranks, when
+    what the feed-forward kept is gone, see `attention_backward`. Those of the memory, in all of which the lookup before
+    may still have its gradients under way, but for the sort. Selection of entries: the family's figure. Read: the scores
+    of all keys, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one
+    number. Backward of the read: the ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward
+    of the retrieval: the gradients of the key scores, when what the lookup and the entries kept is gone.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
-    moments: list[dict[MemoryPart, float]] = [{}]
+    backbone: list[dict[MemoryPart, float]] = [{}]
     if stage.backward.ffns:
         trained = stage.trained_blocks.ffns > 0
-        moments.append({MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=trained)})
+        backbone.append({MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=trained)})
     if config.parallel.context > 1:
         of_ffn = kept.get(MemoryPart.FEED_FORWARD, 0.0)
-        moments.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
+        backbone.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
+    moments: list[dict[MemoryPart, float]] = [{}]
+    on_memory_stream = on_gradient_stream = 0.0
     memory = model.memory
     if memory is not None and stage.reads_before_blocks and stage.backward.memories:
         # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
@@ -385,11 +442,19 @@ def block_passing(
             },
         ]
         under_way = gradients_under_way(config, stage, tokens)
+        operands = under_way.get(MemoryPart.EXCHANGE, 0.0)
+        on_memory_stream = max(0.0, *(_total(moment) + operands for moment in moments))
+        on_gradient_stream = float((per_id + 8 + SORT_SCRATCH) * ids)
         moments = [_sum(moment, under_way) for moment in moments]
-        moments.append({MemoryPart.MEMORY: float((per_id + 8 + SORT_SCRATCH) * ids)})
-    # The gradient that goes down the residual stream, and what a part adds to it.
-    residual: dict[MemoryPart, float] = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
-    return _sum(residual, max(moments, key=lambda parts: sum(parts.values())))
+        moments.append({MemoryPart.MEMORY: on_gradient_stream})
+    return Passing(
+        # The gradient that goes down the residual stream, and what a part adds to it.
+        {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element},
+        max(backbone, key=_total),
+        max(moments, key=_total),
+        on_memory_stream,
+        on_gradient_stream,
+    )
 
 
 def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:
@@ -411,6 +476,10 @@ def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
 def _norm_bytes(element: int, *, trained: bool = True) -> int:
     """Bytes per element that a norm keeps: the input, and the output where the weights that it feeds are trained."""
     return (1 + trained) * element
+
+
+def _total(parts: Mapping[MemoryPart, float]) -> float:
+    return sum(parts.values())
 
 
 def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:

@@ -29,7 +29,7 @@ _SORT_BYTES = 4 + 4 * 24
 passes that read and write them with their 64-bit places."""
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
-_SECTOR_BYTES = 32
+SECTOR_BYTES = 32
 """Bytes that a read of one coefficient, in the order of rows, moves into the cache."""
 
 
@@ -131,7 +131,7 @@ def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, h
         num_groups: of columns, each with a coefficient of its own.
     """
     rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
-    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + _SECTOR_BYTES)
+    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)
     instructions = num_entries * num_groups * accumulate_instructions(width // num_groups)
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
 

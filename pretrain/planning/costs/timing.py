@@ -21,6 +21,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Weights, exposed
 from pretrain.planning.costs.rows import row_seconds
@@ -28,14 +29,7 @@ from pretrain.planning.costs.sent import tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
 
-LAUNCHES_DENSE = (70, 117)
-"""Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
-LAUNCHES_MEMORY = (43, 118)
-"""Kernels of a memory layer with a split table, forward and backward, counted alike."""
-LAUNCHES_MIXTURE = (18, 50)
-"""Kernels that a mixture's router and dispatcher add to a block, counted alike."""
-LAUNCHES_EXPERT = (7, 22)
-"""Kernels that each of a rank's experts adds, one after the other."""
+_NUMBER = 8
 
 
 class TimePart(StrEnum):
@@ -178,10 +172,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         * tokens
         * (own.key_flops + own.projection_flops)
         / hardware.flops_per_s,
-        # Key scores are written and read in fp32 in every pass; backward writes their gradients.
-        TimePart.MEMORY_SELECTION: tokens
-        * (forward * (own.selection_bytes + 6 * own.backward_wide / 2) + backward * 2 * 4 * own.backward_wide)
-        / hardware.stream_bytes_per_s,
+        TimePart.MEMORY_SELECTION: selection_bytes(stage, tokens, forward, backward) / hardware.stream_bytes_per_s,
         TimePart.MEMORY_GATHERS: rows.gathers,
         TimePart.MEMORY_IDS: rows.ids,
         TimePart.MEMORY_GRADIENTS: beside.gradients,
@@ -203,6 +194,15 @@ def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
     """Forward and backward passes of a stage's memories, on the average over them."""
     backward = stage.backward.memories / max(1, stage.blocks.memories)
     return 1 + (config.train.recompute == "full") * backward, backward
+
+
+def selection_bytes(stage: Stage, tokens: int, forward: float, backward: float) -> float:
+    """Bytes that a GPU moves for the selections of a stage's memories, in so many passes of each."""
+    own = stage.memory
+    # A radix sort of gradients with their places, of 8 bytes each, passes by once per byte of the largest number.
+    num_passes = -(-(tokens * own.sorted_keys // max(1, stage.blocks.memories)).bit_length() // 8)
+    back = own.selection_moved_back + own.sorted_scores * (_NUMBER + num_passes * 2 * 2 * _NUMBER)
+    return tokens * (forward * own.selection_moved + backward * back)
 
 
 def _block_flops(config: RunConfig, stage: Stage) -> tuple[float, float]:
@@ -351,16 +351,6 @@ def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
         return 0.0
     in_node = layout.tensor * layout.context <= hardware.gpus_per_node
     return context_bytes(config, stage) / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
-
-
-def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> float:
-    """Kernels of a pass over a microbatch through some blocks of a stage, forward (0) or backward (1), about."""
-    moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
-    of_experts = 0
-    if moe is not None:
-        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
-    share = blocks.memories / max(1, stage.blocks.memories)
-    return blocks.num * LAUNCHES_DENSE[way] + blocks.ffns * of_experts + share * memories
 
 
 def _after_backward(

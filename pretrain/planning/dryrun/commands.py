@@ -1,4 +1,5 @@
-"""Traffic between host and GPU of commands that step a model: training is watched where it is stepped, the others here.
+"""Commands that step a model, beside training: their traffic between host and GPU, and the order of their accesses, if
+a watch on it runs.
 
 Each runs its own code on a rank without data, from where tensors are there to where they are on disk.
 """
@@ -6,7 +7,7 @@ Each runs its own code on a rank without data, from where tensors are there to w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -34,7 +35,10 @@ from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.dryrun.budgets import CommandTraffic, Unit
 from pretrain.planning.dryrun.gpu import StandInGpu
+from pretrain.planning.dryrun.gpu_work import GpuWork
 from pretrain.planning.dryrun.host_traffic import HostTraffic
+from pretrain.planning.dryrun.order import Race
+from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.world import fake_rank, without_data
 from pretrain.state import RunState
 
@@ -94,7 +98,9 @@ def saving(
     data = data_of(items, held)
     buffer = StagingBuffer()
     with HostTraffic(gpu).watching() as watch, _without_numpy():
-        buffer.copy(data)
+        for copied in buffer.copy(data).values():
+            # Written by another thread, beside the next step.
+            copied.clone()
         for tensor in data.values():
             with_storage_of_its_own(tensor)
     _, buffers = placed(tensor.nbytes for tensor in data.values())
@@ -134,8 +140,9 @@ class _Stored:
         return self._host.expand(shape)
 
 
-def generation(config: RunConfig) -> CommandTraffic:
-    """Traffic of a short text from the first of as many ranks as the tables are split over in training.
+def generation(config: RunConfig, *, in_order: bool) -> tuple[CommandTraffic, tuple[Race, ...]]:
+    """Traffic of a short text from the first of as many ranks as the tables are split over in training, and accesses
+    that have no order, if that is watched.
 
     A mixture's experts are never split in generation.
     """
@@ -145,12 +152,19 @@ def generation(config: RunConfig) -> CommandTraffic:
     gpu = StandInGpu()
     with (
         fake_rank(0, size, ParallelSizes(memory=size), seed=config.seed, gpu=gpu) as groups,
-        without_data(groups, experts_per_token=config.model.moe.top_k if config.model.moe is not None else 0),
+        without_data(
+            groups, experts_per_token=config.model.moe.top_k if config.model.moe is not None else 0, gpu=gpu
+        ) as recorder,
     ):
         (chunk,) = build_unset_chunks(alone, groups, vocab_size=vocab_size)
         chunk.weights_are_set = True
         chunk.eval()
-        with HostTraffic(gpu).watching() as watch:
+        order = OrderWatch(gpu)
+        with (
+            GpuWork(lambda *_: recorder.count_kernel()).working(),
+            order.watching() if in_order else nullcontext(),
+            HostTraffic(gpu).watching() as watch,
+        ):
             for _ in generate(
                 chunk,
                 [1] * _PROMPT_TOKENS,
@@ -164,7 +178,9 @@ def generation(config: RunConfig) -> CommandTraffic:
             ):
                 pass
         mixtures = _GENERATED_TOKENS * num_mixtures([chunk])
-    return CommandTraffic("generation", watch.findings(), {"token": _GENERATED_TOKENS, "mixture": mixtures})
+    return CommandTraffic(
+        "generation", watch.findings(), {"token": _GENERATED_TOKENS, "mixture": mixtures}
+    ), order.races
 
 
 @contextmanager

@@ -10,8 +10,7 @@ Legend: n elements of a sorted row or indices, e bytes of a key.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -29,8 +28,8 @@ _LAUNCHERS = ("triton.runtime.jit.JITFunction.run", "triton.runtime.interpreter.
 _aten = torch.ops.aten
 _INDEX = 8
 _SUM = 4
-# Rows up to here are sorted where they are, by one block each.
-_SORTED_IN_PLACE = 4096
+SORTED_IN_PLACE = 4096
+"""Length of rows up to which they are sorted where they are, by one block each."""
 _FULL_SORT_SEGMENTS = 128
 _ROW_PER_GRID = 1_000_000
 _EMBEDDED_WITHOUT_SORT = 3072
@@ -38,22 +37,23 @@ _ROWS_PER_THREAD = 10
 
 
 class GpuWork(TorchDispatchMode):
-    """Allocator of the scratch of each operation while it runs.
+    """Allocator of the scratch of each operation while it runs, and of what the kernels of Triton are launched on."""
 
-    Attributes:
-        launches: of Triton kernels, by name.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, on_launch: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """
+        Args:
+            on_launch: called at each launch of a Triton kernel, with its name and its arguments by name.
+        """
         super().__init__()
-        self.launches: Counter[str] = Counter()
+        self._on_launch = on_launch
 
     @contextmanager
     def working(self) -> Iterator[GpuWork]:
         """Stand in for the GPU's work until the block ends."""
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            self.launches[kernel.fn.__name__] += 1
+            named = dict(zip(kernel.arg_names, args, strict=False))
+            self._on_launch(kernel.fn.__name__, {**named, **options})
 
         with ExitStack() as stack:
             # Without Triton there is no memory, and nothing to launch.
@@ -82,7 +82,7 @@ def _radix_sort(n: int, key: int, value: int = _INDEX) -> int:
 
 def _sort(keys: Tensor, *args: Any, stable: bool = False, dim: int = -1, descending: bool = False) -> int:
     n = keys.shape[dim] if keys.dim() else 1
-    if (n <= _SORTED_IN_PLACE and keys.dim() != 1) or not keys.numel():
+    if (n <= SORTED_IN_PLACE and keys.dim() != 1) or not keys.numel():
         return 0
     segments, e = keys.numel() // n, keys.element_size()
     if segments == 1 or n >= _ROW_PER_GRID:

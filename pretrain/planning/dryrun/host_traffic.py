@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, is_on_device
+from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, becomes_pinned, is_on_device
 from pretrain.planning.dryrun.lines import Place, calling_line
 
 
@@ -88,7 +88,7 @@ class HostTraffic(TorchDispatchMode):
         tensors = [arg for arg in tree_iter((args, kwargs)) if isinstance(arg, Tensor)]
         name = func._schema.name.removeprefix("aten::")
         if func in _COPIES:
-            self._copy(*_ends(func, args, kwargs), non_blocking=_non_blocking(func, args, kwargs))
+            self._copy(func, *_ends(func, args, kwargs), non_blocking=_non_blocking(func, args, kwargs))
         elif func is torch.ops.aten._local_scalar_dense.default:
             if is_on_device(tensors[0]):
                 self._found(Traffic.READ, "item", tensors[0].element_size())
@@ -109,11 +109,12 @@ class HostTraffic(TorchDispatchMode):
                     self._found(Traffic.HOST_TENSOR, name, tensor.nbytes)
         return out
 
-    def _copy(self, source: Tensor, to_device: bool, target: Tensor | None, *, non_blocking: bool) -> None:
+    def _copy(self, func: Any, source: Tensor, to_device: bool, target: Tensor | None, *, non_blocking: bool) -> None:
         if is_on_device(source) == to_device:
             return
         host = target if is_on_device(source) else source
         pinned = host is not None and self._gpu.is_pinned(host)
+        pinned |= becomes_pinned(func, non_blocking=non_blocking, to_host=not to_device)
         kind = Traffic.PAGEABLE if not pinned else Traffic.PINNED if non_blocking else Traffic.WAIT
         self._found(kind, _TO_DEVICE if to_device else _TO_HOST, source.nbytes)
 

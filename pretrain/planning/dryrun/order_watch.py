@@ -8,12 +8,9 @@ them. Until then they hold their tensors. Messages that are sent alone have a st
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +21,9 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
-from pretrain.planning.dryrun.lines import Place, calling_line
+from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, storage_of
+from pretrain.planning.dryrun.gpu import StandInGpu, becomes_pinned, is_on_device
+from pretrain.planning.dryrun.lines import Lines, Place
 from pretrain.planning.dryrun.order import HOST, Block, Clock, Race
 
 _aten = torch.ops.aten
@@ -43,7 +41,7 @@ class OrderWatch(TorchDispatchMode):
         # Those that nobody has waited for.
         self._works: set[_Work] = set()
         self._is_batch = False
-        self._lines: dict[int, Place] = {}
+        self._lines = Lines()
 
     @property
     def races(self) -> tuple[Race, ...]:
@@ -57,9 +55,11 @@ class OrderWatch(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resize()))
             stack.enter_context(patch("torch.distributed.batch_isend_irecv", self._batching(dist.batch_isend_irecv)))
-            stack.enter_context(patch.object(gpu, "on_announced", self._announce))
+            stack.enter_context(patch.object(gpu, "on_announced", self._then(gpu.on_announced, self._announce)))
             stack.enter_context(patch.object(gpu, "on_read", self._then(gpu.on_read, self._host_waits)))
-            stack.enter_context(patch.object(streams, "on_handed_over", self._announce))
+            stack.enter_context(
+                patch.object(streams, "on_handed_over", self._then(streams.on_handed_over, self._announce))
+            )
             stack.enter_context(self)
             yield self
         self._works.clear()
@@ -71,24 +71,24 @@ class OrderWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        tensors = [arg for arg in tree_iter((args, kwargs)) if _has_bytes(arg)]
+        tensors = [arg for arg in tree_iter((args, kwargs)) if has_bytes(arg)]
         stream = self._streams.launching(tensors)
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             self._host_waits()
         out = func(*args, **kwargs)
-        results = [result for result in tree_iter(out) if _has_bytes(result)]
+        results = [result for result in tree_iter(out) if has_bytes(result)]
         on_device = [is_on_device(tensor) for tensor in (*tensors, *results)]
         if not any(on_device):
             self._by_host(func, args, kwargs, results)
             return out
-        line = self._line()
+        line = self._lines.line()
         for result in results:
             self._block(result, stream.name, line)
-        reads, writes = _accesses(func, args, kwargs, out)
+        reads, writes = accesses(func, args, kwargs, out)
         name = func._schema.name.removeprefix("aten::")
         if not all(on_device) and func in (_aten._to_copy.default, _aten.copy_.default):
             self._copy(func, args, kwargs, reads, writes, stream.name, line)
-        elif func.overloadpacket not in _ROOM:
+        elif func.overloadpacket not in ROOM:
             self._launch(stream.name, name, line, filter(is_on_device, reads), filter(is_on_device, writes))
         return out
 
@@ -99,10 +99,10 @@ class OrderWatch(TorchDispatchMode):
 
     def _by_host(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         """An operation of the host's; only memory that streams have touched has an order to keep."""
-        reads, writes = _accesses(func, args, kwargs, results)
-        known = [[one for one in touched if _key(one) in self._blocks] for touched in (reads, writes)]
-        if any(known) and func.overloadpacket not in _ROOM:
-            self._launch(HOST, func._schema.name.removeprefix("aten::"), self._line(), *known)
+        reads, writes = accesses(func, args, kwargs, results)
+        known = [[one for one in touched if storage_of(one) in self._blocks] for touched in (reads, writes)]
+        if any(known) and func.overloadpacket not in ROOM:
+            self._launch(HOST, func._schema.name.removeprefix("aten::"), self._lines.line(), *known)
 
     def _copy(
         self, func: Any, args: Any, kwargs: Any, reads: list[Tensor], writes: list[Tensor], stream: str, line: Place
@@ -113,7 +113,8 @@ class OrderWatch(TorchDispatchMode):
         on_host = next(one for one in (*reads, *writes) if not is_on_device(one))
         position = 2 if func is _aten.copy_.default else len(args)
         non_blocking = bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
-        pinned, to_host = self._gpu.is_pinned(on_host), any(one is on_host for one in writes)
+        to_host = any(one is on_host for one in writes)
+        pinned = self._gpu.is_pinned(on_host) or becomes_pinned(func, non_blocking=non_blocking, to_host=to_host)
         by_stream = is_on_device if not pinned else lambda _: True
         what = f"a copy to {'the host' if to_host else 'the device'}"
         self._launch(stream, what, line, filter(by_stream, reads), filter(by_stream, writes))
@@ -133,10 +134,10 @@ class OrderWatch(TorchDispatchMode):
         if not is_message and not options.get("async_op", True):
             actor = caller
         touched = [
-            [one for position in positions for one in tree_iter(args[position]) if _has_bytes(one)]
+            [one for position in positions for one in tree_iter(args[position]) if has_bytes(one)]
             for positions in (read, written)
         ]
-        line = self._line()
+        line = self._lines.line()
         self._order.wait_for(actor, caller)
         self._launch(actor, name.strip("_"), line, *touched)
         out = func(*args, **kwargs)
@@ -182,7 +183,7 @@ class OrderWatch(TorchDispatchMode):
                 self._order.free(block)
                 owner = self._streams.launching(()).name
                 self._blocks[storage._cdata] = (
-                    self._order.allocate(owner, num_bytes, self._line()) if num_bytes else Block(owner, 0)
+                    self._order.allocate(owner, num_bytes, self._lines.line()) if num_bytes else Block(owner, 0)
                 )
             return original(storage, num_bytes)
 
@@ -199,7 +200,7 @@ class OrderWatch(TorchDispatchMode):
         return batch_isend_irecv
 
     def _announce(self, tensor: Tensor, stream: str) -> None:
-        if _has_bytes(tensor) and is_on_device(tensor):
+        if has_bytes(tensor) and is_on_device(tensor):
             self._block(tensor, self._streams.default.name, _BEFORE).announced.add(stream)
 
     def _host_waits(self, _: Any = None) -> None:
@@ -211,18 +212,6 @@ class OrderWatch(TorchDispatchMode):
             second(*args)
 
         return both
-
-    def _line(self) -> Place:
-        """The line that asks; in a backward pass that of the forward op, too."""
-        line = calling_line()
-        node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            forward = self._lines.get(node._sequence_nr())
-            return line if forward is None else replace(line, through=f"backward of {forward.line}")
-        if torch.is_grad_enabled():
-            # A node has its number before its operation runs.
-            self._lines[torch._C._autograd._get_sequence_nr() - 1] = line
-        return line
 
 
 class _Work(Work):
@@ -239,9 +228,6 @@ class _Work(Work):
 
 
 _BEFORE = Place("nowhere")
-_ROOM = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
-# They look at the shape of their argument alone.
-_LIKE = re.compile(r"aten::(new_.*|.*_like)$")
 
 # Of PyTorch's operators, whose schemas do not say: positions of the tensors that are written, and of those that are read.
 _OF_COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -257,39 +243,3 @@ _OF_COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "recv_": ((0,), ()),
     "barrier": ((), ()),
 }
-
-
-def _has_bytes(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@cache
-def _ways(func: Any) -> tuple[dict[str, str], tuple[bool, ...]]:
-    """A schema's word on each argument, "read", "write" or "shape", and whether each result is new memory."""
-    schema = func._schema
-    only_shapes = bool(_LIKE.match(schema.name))
-    ways = {}
-    for argument in schema.arguments:
-        if argument.alias_info is not None:
-            ways[argument.name] = "write" if argument.alias_info.is_write else "shape"
-        else:
-            ways[argument.name] = "shape" if only_shapes else "read"
-    return ways, tuple(result.alias_info is None for result in schema.returns)
-
-
-def _accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that an operation reads, and those that it writes."""
-    ways, is_new = _ways(func)
-    touched: dict[str, list[Tensor]] = {"read": [], "write": [], "shape": []}
-    named = [*zip((argument.name for argument in func._schema.arguments), args, strict=False), *kwargs.items()]
-    for name, value in named:
-        touched[ways[name]] += [one for one in tree_iter(value) if _has_bytes(one)]
-    results = out if isinstance(out, tuple) and len(is_new) > 1 else (out,)
-    for result, new in zip(results, is_new, strict=False):
-        if new:
-            touched["write"] += [one for one in tree_iter(result) if _has_bytes(one)]
-    return touched["read"], touched["write"]

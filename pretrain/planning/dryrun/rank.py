@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -38,6 +39,7 @@ from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.gpu_work import GpuWork
 from pretrain.planning.dryrun.host_traffic import HostTraffic
+from pretrain.planning.dryrun.moved import MovedBytes
 from pretrain.planning.dryrun.order import Race
 from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.parts import MemoryPart
@@ -61,8 +63,9 @@ class RankReport:
         num_kernels: that the step launches, about.
         num_microbatches: of that step.
         traffic: between host and GPU in that step and other commands, if the rank was run as on one.
-        races: accesses of that step and the next that have no order, if order was watched.
+        races: accesses of that step, the next and other commands that have no order, if order was watched.
         next_collectives: of the next step, if order was watched.
+        moved: bytes that the device's operations moved in that step, by line, if they were counted.
     """
 
     rank: int
@@ -80,6 +83,7 @@ class RankReport:
     traffic: tuple[CommandTraffic, ...] = ()
     races: tuple[Race, ...] = ()
     next_collectives: tuple[Collective, ...] = ()
+    moved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def activation_bytes(self) -> int:
@@ -95,6 +99,7 @@ def dry_run(
     as_gpu: bool = False,
     in_order: bool = False,
     all_commands: bool = False,
+    count_moved: bool = False,
 ) -> Iterator[RankReport]:
     """One step of each of these ranks, one after the other, in this process.
 
@@ -105,6 +110,7 @@ def dry_run(
             the first one when gradients are complete, and reduces them beside backward from the second on.
         all_commands: as a GPU, watch other commands too; generation for the first of the ranks alone, as it has a layout of
             its own.
+        count_moved: as a GPU, also count the bytes that operations move (`pretrain.planning.dryrun.moved`).
 
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
@@ -123,9 +129,12 @@ def dry_run(
             warnings.simplefilter("ignore")
             gpu = StandInGpu() if as_gpu else None
             with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups:
-                report = _step_of(config, groups, gpu, in_order=in_order, all_commands=all_commands)
+                report = _step_of(
+                    config, groups, gpu, in_order=in_order, all_commands=all_commands, count_moved=count_moved
+                )
             if as_gpu and all_commands and rank == ranks[0]:
-                report = replace(report, traffic=(*report.traffic, commands.generation(config)))
+                traffic, races = commands.generation(config, in_order=in_order)
+                report = replace(report, traffic=(*report.traffic, traffic), races=(*report.races, *races))
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
         gc.unfreeze()
@@ -138,7 +147,13 @@ def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
 
 
 def _step_of(
-    config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, *, in_order: bool, all_commands: bool
+    config: RunConfig,
+    groups: ParallelGroups,
+    gpu: StandInGpu | None,
+    *,
+    in_order: bool,
+    all_commands: bool,
+    count_moved: bool,
 ) -> RankReport:
     train = config.train
     num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
@@ -146,14 +161,15 @@ def _step_of(
     bounds = document_bounds(torch.arange(train.sequence_length).expand(train.micro_batch_size, -1))
     moe = config.model.moe
     with (
-        without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder,
+        without_data(groups, experts_per_token=moe.top_k if moe is not None else 0, gpu=gpu) as recorder,
         patch("pretrain.data.loader.document_bounds", lambda _: bounds),
     ):
         chunks, optimizer = _build(config, groups)
         gc.collect()
         _assign_state(recorder, chunks, optimizer)
         peak_of_building, held = recorder.peak, recorder.now()
-        work = GpuWork() if gpu is not None else None
+        moved = MovedBytes() if gpu is not None and count_moved else None
+        work = GpuWork(partial(_launched, recorder, moved)) if gpu is not None else None
         watch = HostTraffic(gpu) if gpu is not None else None
         order = OrderWatch(gpu) if gpu is not None and in_order else None
         batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
@@ -169,6 +185,7 @@ def _step_of(
         )
         tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
         with (
+            moved.counting() if moved is not None else nullcontext(),
             # Below the watch of order, which sees a Triton op as one access to each of its arguments.
             work.working() if work is not None else nullcontext(),
             order.watching() if order is not None else nullcontext(),
@@ -191,26 +208,33 @@ def _step_of(
                 peak_of_step=recorder.peak,
                 collectives=tuple(recorder.collectives),
                 num_host_reads=recorder.num_host_reads,
-                num_kernels=recorder.num_kernels + (work.launches.total() if work is not None else 0),
+                num_kernels=recorder.num_kernels,
                 num_microbatches=num_microbatches,
+                moved=moved.by_line() if moved is not None else {},
             )
             if order is not None:
                 recorder.collectives.clear()
                 step()
-                report = replace(report, races=order.races, next_collectives=tuple(recorder.collectives))
-        if gpu is None or watch is None:
-            return report
-        units = commands.units_of_passes(chunks, num_microbatches)
-        units["mixture"] *= 2 if train.recompute == "full" else 1
-        units["window"] = optimizer.num_windows
-        traffic = [CommandTraffic("training", watch.findings(), units)]
-        if all_commands:
-            traffic += [
-                commands.evaluation(config, chunks, groups, gpu, partial(_batch, config)),
-                commands.saving(config, chunks, optimizer, gpu),
-                commands.restoring(chunks, optimizer, gpu),
-            ]
-        return replace(report, traffic=tuple(traffic))
+                report = replace(report, next_collectives=tuple(recorder.collectives))
+            if gpu is None or watch is None:
+                return report
+            units = commands.units_of_passes(chunks, num_microbatches)
+            units["mixture"] *= 2 if train.recompute == "full" else 1
+            units["window"] = optimizer.num_windows
+            traffic = [CommandTraffic("training", watch.findings(), units)]
+            if all_commands:
+                traffic += [
+                    commands.evaluation(config, chunks, groups, gpu, partial(_batch, config)),
+                    commands.saving(config, chunks, optimizer, gpu),
+                    commands.restoring(chunks, optimizer, gpu),
+                ]
+            return replace(report, traffic=tuple(traffic), races=() if order is None else order.races)
+
+
+def _launched(recorder: Recorder, moved: MovedBytes | None, kernel: str, arguments: Mapping[str, Any]) -> None:
+    recorder.count_kernel()
+    if moved is not None:
+        moved.launch(kernel, arguments)
 
 
 def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:

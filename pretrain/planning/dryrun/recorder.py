@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from pretrain.planning.dryrun.collectives import CallReader, Collective
+from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
+from pretrain.planning.dryrun.pools import StreamPools
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,27 @@ class Recorder(TorchDispatchMode):
         collectives: in the order of the calls.
         num_host_reads: values that the host read.
         num_kernels: operations that write something: about as many kernels as a device would be asked for.
-        peak: since `restart_peak`.
+        peak: since `restart_peak`; on a GPU with what its streams keep from each other.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, answers: bool = True, experts_per_token: int = 0) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, str],
+        *,
+        answers: bool = True,
+        experts_per_token: int = 0,
+        gpu: StandInGpu | None = None,
+    ) -> None:
         """Start with nothing seen.
 
         Args:
             axes: a name for readers by PyTorch's name of a group.
             answers: whether tensors have no data.
             experts_per_token: what a mixture's map, [experts, tokens], selects of each column.
+            gpu: the rank's, on whose streams memory is allocated; None: host and device are one.
         """
         super().__init__()
+        self._gpu, self._pools = gpu, StreamPools()
         self._experts_per_token = experts_per_token
         self._answers, self._calls = answers, CallReader(axes)
         self.collectives: list[Collective] = []
@@ -78,8 +89,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, _Live] = {}
         self._bytes: Counter[MemoryPart] = Counter()
         self._total = 0
-        self.peak = Snapshot({})
-        self._peak_total = 0
+        self._peak, self._peak_total = Snapshot({}), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._answers and func is torch.ops.aten._local_scalar_dense.default:
@@ -95,9 +105,10 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_iter(out):
             # Backward of a gather returns an empty sparse tensor, which has no storage of its own.
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                writes |= self._see(tensor)
+                writes |= self._see(tensor, (args, kwargs))
         # Room alone is no kernel.
-        self.num_kernels += writes and func.overloadpacket not in _ROOM
+        if writes and func.overloadpacket not in _ROOM:
+            self.count_kernel()
         return out
 
     @contextmanager
@@ -110,9 +121,18 @@ class Recorder(TorchDispatchMode):
             if (live := self._live.get(storage._cdata)) is not None:
                 self._add(live.part, num_bytes - live.num_bytes)
                 live.num_bytes = num_bytes
+                if self._gpu is not None:
+                    self._pools.free(storage._cdata)
+                    self._pools.allocate(storage._cdata, num_bytes, self._gpu.streams.launching(()).name)
             return out
 
-        with patch.object(torch.UntypedStorage, "resize_", resize), self._calls.reading_batches(), self:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+            if self._gpu is not None:
+                stack.enter_context(patch.object(self._gpu, "on_announced", self._announce))
+                stack.enter_context(patch.object(self._gpu.streams, "on_handed_over", self._announce))
+            stack.enter_context(self._calls.reading_batches())
+            stack.enter_context(self)
             yield self
 
     def now(self) -> Snapshot:
@@ -122,9 +142,23 @@ class Recorder(TorchDispatchMode):
         }
         return Snapshot(on_device, self._bytes[MemoryPart.HOST])
 
+    @property
+    def peak(self) -> Snapshot:
+        """See the class."""
+        if self._gpu is None:
+            return self._peak
+        kept = {MemoryPart.STREAMS: self._pools.num_bytes - self._peak_total}
+        return Snapshot({**self._peak.by_part, **kept}, self._peak.host)
+
     def restart_peak(self) -> None:
         """Forget the largest moment so far."""
-        self._peak_total, self.peak = self._total, self.now()
+        self._peak_total, self._peak = self._total, self.now()
+        self._pools.restart()
+
+    def count_kernel(self) -> None:
+        """Count a kernel: of an operation that was seen, or one that was launched."""
+        self.num_kernels += 1
+        self._pools.launch()
 
     def assign(self, tensors: Iterable[Tensor], part: MemoryPart) -> None:
         """Say which part the storages of these tensors belong to, whoever allocated them."""
@@ -136,16 +170,23 @@ class Recorder(TorchDispatchMode):
                 live.part = part
 
     def _new(self, tensor: Tensor) -> Tensor:
-        self.num_kernels += self._see(tensor)
+        if self._see(tensor, ()):
+            self.count_kernel()
         return tensor
 
-    def _see(self, tensor: Tensor) -> bool:
-        """Record a tensor's storage; True if it is new."""
+    def _see(self, tensor: Tensor, of: Any) -> bool:
+        """Record the storage of a tensor that an operation of these arguments returned; True if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return False
         live = _Live(part_of_caller(), storage.nbytes())
+        if self._gpu is not None and is_on_device(tensor):
+            arguments = [each for each in tree_iter(of) if isinstance(each, Tensor)]
+            self._pools.allocate(key, live.num_bytes, self._gpu.streams.launching(arguments).name)
+        elif self._gpu is not None and live.part != MemoryPart.HOST:
+            # The host's, which has room.
+            live.num_bytes = 0
         self._live[key] = live
         self._add(live.part, live.num_bytes)
         weakref.finalize(storage, self._free, key)
@@ -154,12 +195,17 @@ class Recorder(TorchDispatchMode):
     def _free(self, key: int) -> None:
         live = self._live.pop(key)
         self._add(live.part, -live.num_bytes)
+        self._pools.free(key)
+
+    def _announce(self, tensor: Tensor, stream: str) -> None:
+        if tensor.layout == torch.strided:
+            self._pools.announce(tensor.untyped_storage()._cdata, stream)
 
     def _add(self, part: MemoryPart, num_bytes: int) -> None:
         self._bytes[part] += num_bytes
         self._total += 0 if part == MemoryPart.HOST else num_bytes
         if self._total > self._peak_total:
-            self._peak_total, self.peak = self._total, self.now()
+            self._peak_total, self._peak = self._total, self.now()
 
     def _answer(self, func: Any, args: Any) -> Any:
         self.collectives.append(self._calls.read(func, args))

@@ -102,13 +102,15 @@ def _replaced(answers: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def without_data(groups: ParallelGroups, *, experts_per_token: int = 0) -> Iterator[Recorder]:
-    """Tensors without data, collectives without peers, and a recorder of both; within `fake_rank`, whose groups these
-    are.
+def without_data(
+    groups: ParallelGroups, *, experts_per_token: int = 0, gpu: StandInGpu | None = None
+) -> Iterator[Recorder]:
+    """Tensors without data, collectives without peers, and a recorder of both; within `fake_rank`, whose groups and GPU
+    these are.
 
     Args:
         experts_per_token: of a mixture, whose every token is sent to as many.
     """
-    recorder = Recorder(names_of_groups(groups), experts_per_token=experts_per_token)
+    recorder = Recorder(names_of_groups(groups), experts_per_token=experts_per_token, gpu=gpu)
     with FakeTensorMode(allow_non_fake_inputs=True), _replaced(_ANSWERS), recorder.recording():
         yield recorder

@@ -1,0 +1,142 @@
+"""Bytes that a GPU's operations read and write, by the line of ours that asks for them.
+
+An operation moves each tensor that its schema names once, whole. A gather moves a sector for each element that it takes,
+if that is less, and an accumulation by index sorts its indices first. Products of matrices, whose operations take longer
+than their bytes, and reads and sums of tables are left out: `pretrain.planning.costs` has both by formulas of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.planning.costs.rows import SECTOR_BYTES
+from pretrain.planning.dryrun.accesses import ROOM, accesses
+from pretrain.planning.dryrun.gpu import is_on_device
+from pretrain.planning.dryrun.gpu_work import SORTED_IN_PLACE
+from pretrain.planning.dryrun.lines import BACKWARD, Lines, Place
+
+_aten = torch.ops.aten
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counter of bytes by line: of a forward pass, and of the backward pass of what it asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes: Counter[str] = Counter()
+        self._lines = Lines()
+
+    @contextmanager
+    def counting(self) -> Iterator[MovedBytes]:
+        """Count until the block ends."""
+        with self:
+            yield self
+
+    def by_line(self) -> Mapping[str, int]:
+        """Bytes by line, the largest first."""
+        return dict(self._bytes.most_common())
+
+    def launch(self, kernel: str, arguments: Mapping[str, Any]) -> None:
+        """Count a launch of a Triton kernel."""
+        if (formula := _KERNELS.get(kernel)) is not None:
+            self._add(self._lines.line(), formula(arguments))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if func.namespace in ("aten", "megamem_dryrun") and packet not in _PRODUCTS | ROOM:
+            line = self._lines.line()
+            reads, writes = accesses(func, args, kwargs, out)
+            if any(map(is_on_device, (*reads, *writes))):
+                self._add(line, _OPERATIONS.get(packet, _whole)(reads, writes))
+        return out
+
+    def _add(self, line: Place, num_bytes: int) -> None:
+        # In the backward pass of PyTorch's own operations the innermost line is that of the step.
+        by_engine = line.through.startswith(BACKWARD) and line.line.startswith("pretrain/")
+        self._bytes[line.through.removeprefix(BACKWARD) if by_engine else line.line] += num_bytes
+
+
+def _whole(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    return sum(map(_bytes, (*reads, *writes)))
+
+
+def _bytes(tensor: Tensor) -> int:
+    # Of expanded tensors every element once: then it is in the cache.
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _gathered(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    source, ids = reads
+    (taken,) = writes
+    return min(_bytes(source), SECTOR_BYTES * taken.numel()) + _bytes(ids) + taken.nbytes
+
+
+def _accumulated(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    """Sums by index (aten/src/ATen/native/cuda/Indexing.cu): linear indices and places are written, sorted, and read
+    with the values; each adds to an element of the target."""
+    *indices, values = reads
+    (target,) = writes
+    num_passes = -(-(target.numel() * indices[0].numel() // max(1, values.numel())).bit_length() // _RADIX_BITS)
+    per_index = (
+        sum(map(_bytes, indices)) // indices[0].numel()
+        + 2 * _INDEX
+        + sort_bytes(_INDEX, _INDEX, num_passes)
+        + 2 * _INDEX
+    )
+    return indices[0].numel() * per_index + values.nbytes + 2 * values.numel() * target.element_size()
+
+
+def sort_bytes(key: int, value: int, num_passes: int) -> int:
+    """Bytes per element of CUB's radix sort of pairs: one read of the keys for a histogram, and passes over both."""
+    return key + num_passes * 2 * (key + value)
+
+
+def _sorted(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    """Rows that a block holds are read and written once; longer ones pass by as often as a key has bytes."""
+    (keys,) = reads
+    if keys.dim() > 1 and keys.shape[-1] <= SORTED_IN_PLACE:
+        return _whole(reads, writes)
+    return keys.numel() * (_INDEX + sort_bytes(keys.element_size(), _INDEX, keys.element_size()))
+
+
+def _collected(*others: str) -> Callable[[Mapping[str, Any]], int]:
+    """Bytes of a kernel that scores candidates: the scores of the keys that are kept, and all else whole."""
+
+    def moved(arguments: Mapping[str, Any]) -> int:
+        scores = arguments["row_scores"].nbytes + arguments["column_scores"].nbytes
+        kept = SECTOR_BYTES * arguments["stage_ids"].numel() * arguments.get("RANK", 1)
+        return min(kept, scores) + sum(arguments[name].nbytes for name in others)
+
+    return moved
+
+
+def _all(*names: str) -> Callable[[Mapping[str, Any]], int]:
+    return lambda arguments: sum(arguments[name].nbytes for name in names)
+
+
+_INDEX, _RADIX_BITS = 8, 8
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
+_OPERATIONS: dict[Any, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {
+    _aten.gather: _gathered,
+    _aten.index_put_: _accumulated,
+    _aten.sort: _sorted,
+}
+_KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "collect_lists_kernel": _all("row_scores", "column_scores", "scratch"),
+    "sort_lists_kernel": _all("scratch", "ids"),
+    "collect_grid_kernel": _collected("stage_ids", "scratch"),
+    "collect_sums_kernel": _collected("stage_ids", "scratch"),
+    "sort_candidates_kernel": _all("scratch", "stage_ids", "retrieved"),
+}
+"""Formulas of the selections' kernels. Those of tables are in `pretrain.planning.costs.rows`."""
