@@ -18,7 +18,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more test-ranks check-plan check-traffic mutants lock bench-gpu gpu-check clean
+.PHONY: help quickstart test lint pytest test-more test-ranks check-plan mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -90,12 +90,9 @@ test-ranks:  ## a short quickstart and tests that start ranks, for another inter
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
 
-check-traffic:  ## what passes between host and GPU in every command with every shipped configuration, beside its budget, by dry runs as on a GPU
-	MEGAMEM_COSTLY=1 "$(BIN)/python" -m pytest $(SPREAD) -k budgets tests/unit/test_dryrun_as_gpu.py
-
-check-plan:  ## what megamem plan predicts of every configuration, beside what dry runs count, in half an hour of one core
+check-plan:  ## of every configuration, dry-run as on a GPU: what megamem plan predicts, beside what is counted; what passes between host and GPU in every command, beside its budget
 	@$(INSTALL) $(TEST_EXTRAS)
-	@"$(BIN)/python" -m tools.maintenance.check_plan
+	@"$(BIN)/python" -m tools.maintenance.check_plan --workers $(WORKERS)
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/dev/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,9 +20,8 @@ from megamem.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
-from tests.costly import costly
 from tests.deadline import launch_within
-from tools.maintenance.check_plan import CONFIGS, on_few_ranks, shipped_models
+from tools.maintenance.check_plan import CONFIGS, on_few_ranks
 
 WORLD = 4
 MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16)
@@ -211,14 +209,8 @@ def test_a_planted_defect_is_found_with_its_line(
     assert (kind, line_of(plant, text), what) in planted
 
 
-QUICK = ("quickstart", "compare/lave", "compare/ultramem")
-"""Configurations that take a few seconds: a memory of each slot; `make check-traffic` has all that are shipped."""
-PATHS = [
-    path
-    if Path(path).relative_to(CONFIGS).with_suffix("").as_posix() in QUICK
-    else pytest.param(path, marks=costly("make check-traffic"))
-    for path in (str(Path(path).resolve()) for path in shipped_models())
-]
+QUICK = [str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "compare/lave", "compare/ultramem")]
+"""Configurations that take a few seconds: a memory of each slot; `make check-plan` has all that are shipped."""
 DENSE = replace(SMALL, model=replace(SMALL.model, memory=None))
 LAYOUTS = {
     **{
@@ -274,7 +266,7 @@ def beyond(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, tuple[list[st
     return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.rpartition("configs/")[2])
+@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.rpartition("configs/")[2])
 def test_commands_stay_within_their_budgets(path: str) -> None:
     found, units = beyond({path: on_few_ranks(load_stages(path)[0])})[path]
     assert found == []
