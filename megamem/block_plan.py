@@ -82,10 +82,14 @@ def reads_beside_ffn(model: ModelConfig) -> bool:
     return any(plan.is_beside_ffn and not plan.reads_once for plan in plan_blocks(model).values())
 
 
+def inserted_blocks(model: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the blocks that add nothing but their memories."""
+    return tuple(block for block, plan in plan_blocks(model).items() if not plan.adds_attention)
+
+
 def starts_at_zero(model: ModelConfig) -> bool:
-    """True if tables begin as zeros: blocks that add nothing but their memories then begin as the identity (MIDUS,
-    section 2.1)."""
-    return not all(plan.adds_attention for plan in plan_blocks(model).values())
+    """True if tables begin as zeros: inserted blocks then begin as the identity (MIDUS, section 2.1)."""
+    return bool(inserted_blocks(model))
 
 
 def count_blocks(model: ModelConfig) -> Iterator[tuple[int, BlockPlan]]:

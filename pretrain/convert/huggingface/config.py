@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megamem.block_plan import plan_blocks
+from megamem.block_plan import inserted_blocks, plan_blocks
 from megamem.config import ModelConfig
 from megamem.memory_config import Scoring
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
@@ -111,8 +111,8 @@ def exported_config(
             "AutoConfig": "configuration_megamem.MegamemConfig",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
-        # Without the blocks whose attention adds nothing, it may be a model that transformers knows.
-        **({} if all(plan.adds_attention for plan in plan_blocks(model).values()) else {"backbone": _backbone(model)}),
+        # Without these blocks, it may be a model that transformers knows.
+        **({"backbone": _backbone(model)} if inserted_blocks(model) else {}),
         "qk_norm": model.qk_norm,
         "moe": moe,
         "memory": _memory(model, seed, tensors),

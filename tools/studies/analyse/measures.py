@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megamem.block_plan import plan_blocks
+from megamem.block_plan import inserted_blocks
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
@@ -169,7 +169,7 @@ def measure_heads(run: Analysed) -> None:
 
     with _restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
-        inserted = [block for block, plan in plan_blocks(run.config.model).items() if not plan.adds_attention]
+        inserted = list(inserted_blocks(run.config.model))
         of_readings = {
             reading: {
                 "scores": scores.tolist(),
