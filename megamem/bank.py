@@ -94,8 +94,16 @@ class Columns:
     num_parts: int = 1
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of each table that a rank holds: part number `part` of `num_parts` equal ones."""
+
+    part: int = 0
+    num_parts: int = 1
+
+
 class Bank(nn.Module):
-    """The tables of one bank, with all their columns on every rank of its pipeline stage.
+    """The tables of one bank, with all their rows and columns on every rank of its pipeline stage.
 
     Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them
     over all ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has
@@ -112,6 +120,7 @@ class Bank(nn.Module):
         device: torch.device | str,
         replica_rank: int,
         columns: Columns = Columns(),
+        rows: Rows = Rows(),
         copy: Copy = ONLY_COPY,
         fetched: RowFetch | None = None,
     ) -> None:
@@ -121,7 +130,7 @@ class Bank(nn.Module):
             memory: which tables, their widths and the activation.
             kernels: the gathers.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
-            columns: that this rank holds; a subclass that holds less than all of them knows how to read.
+            columns, rows: that this rank holds; a subclass that holds less than all of them knows how to read.
             copy: which of the stages' copies this one is.
             fetched: instead of tables, for a bank that is only read.
         """
@@ -129,13 +138,13 @@ class Bank(nn.Module):
         self.spec, self.fetched = spec, fetched
         self.kernels = kernels
         self.activation = memory.lookup.activation
-        self.replica_rank, self.columns, self.copy = replica_rank, columns, copy
+        self.replica_rank, self.columns, self.rows, self.copy = replica_rank, columns, rows, copy
         for table in memory.tables if fetched is None else ():
             setattr(self, table.name, self._table(table, dtype, device))
 
     def _table(self, table: Table, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-        assert table.width % self.columns.num_parts == 0
-        shape = (self.spec.num_rows, table.width // self.columns.num_parts)
+        assert table.width % self.columns.num_parts == self.spec.num_rows % self.rows.num_parts == 0
+        shape = (self.spec.num_rows // self.rows.num_parts, table.width // self.columns.num_parts)
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
         mark_copy(parameter, self.copy)
@@ -185,13 +194,14 @@ class Bank(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Checkpoint entries under layout-free names, `banks.<bank>.<table>`: plain slices of columns."""
+        """Checkpoint entries under layout-free names, `banks.<bank>.<table>`: plain rectangles."""
         axis = len(sharded_offsets)
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 table,
                 *sharded_offsets,
+                (axis, self.rows.part, self.rows.num_parts),
                 (axis + 1, self.columns.part, self.columns.num_parts),
                 prepend_axis_num=axis,
                 replica_id=(self.copy.index, 0, self.replica_rank),

@@ -5,8 +5,8 @@ the columns, and back. No shape depends on data, and nothing waits for a device.
 meet, they are sent as they are and summed at their receiver in the order of the ranks, in at least fp32: the bytes of a
 reduce-scatter, with rounding that depends on no algorithm of the communication library.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row,
-n coefficients per row and rank, B bins (sums per token), W columns on all ranks, w = W / G on one.
+Legend: G ranks of the group, R parts of rows, T tokens of this rank, S tokens of all of them, J rows read per token, C
+scores per row, n coefficients per row and rank, B bins (sums per token), W columns on all ranks, w = W R / G on one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ class Exchange:
     Attributes:
         group: the memory group.
         counts: tokens by rank, known to all of them without asking.
+        row_parts: R; ranks r G / R to (r + 1) G / R - 1 have columns of the same rows.
     """
 
     group: dist.ProcessGroup
     counts: tuple[int, ...]
+    row_parts: int = 1
 
     @property
     def size(self) -> int:
         """G."""
         return len(self.counts)
+
+    @property
+    def column_parts(self) -> int:
+        """G / R."""
+        return self.size // self.row_parts
 
     @property
     def num_tokens(self) -> int:
@@ -123,31 +130,45 @@ def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
     Score c weights the c-th of C equal shares of the columns, and rank r owns the r-th of G. Each of lcm(C, G) equal
     slices has one score and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of
     slices r n to r n + n - 1. A rank within one share gets one, and a rank whose columns straddle shares one per slice.
+
+    With parts of rows, G / R stands for G, and every part wants the same: all coefficients go to all ranks, by a gather
+    that crosses between nodes once. An entry's gradient comes from the part that has its row, and is zero from others.
     """
     num_scores = coef.shape[2]
-    num_own = coefficients_per_rank(num_scores, exchange.size)
-    per_score = exchange.size * num_own // num_scores
+    num_own = coefficients_per_rank(num_scores, exchange.column_parts)
+    per_score = exchange.column_parts * num_own // num_scores
 
     def spread(coef: Tensor) -> Tensor:
+        if exchange.row_parts > 1:
+            return by_column(exchange.gather(coef))[exchange.group.rank() % exchange.column_parts].contiguous()
+        return exchange.to_columns(by_column(coef).contiguous())
+
+    def by_column(coef: Tensor) -> Tensor:
         of_slices = coef.unsqueeze(3).expand(-1, -1, -1, per_score)
-        by_rank = of_slices.reshape(*coef.shape[:2], exchange.size, num_own).permute(2, 0, 1, 3)
-        return exchange.to_columns(by_rank.contiguous())
+        return of_slices.reshape(*coef.shape[:2], exchange.column_parts, num_own).permute(2, 0, 1, 3)
 
     def collect(grad: Tensor) -> Tensor:
-        of_slices = exchange.to_tokens(grad).permute(1, 2, 0, 3)
+        of_slices = _sum_of_row_parts(exchange, exchange.to_tokens(grad)).permute(1, 2, 0, 3)
         return sum_in_order(of_slices.reshape(*of_slices.shape[:2], num_scores, per_score), 3)
 
     return linear(coef, spread, collect)
 
 
 def _split(exchange: Exchange, num_bins: int, x: Tensor) -> Tensor:
-    by_rank = x.unflatten(1, (num_bins, exchange.size, -1)).permute(2, 0, 1, 3)
-    return exchange.to_columns(by_rank.flatten(2))
+    by_column = x.unflatten(1, (num_bins, exchange.column_parts, -1)).permute(2, 0, 1, 3).flatten(2)
+    return exchange.to_columns(by_column.repeat(exchange.row_parts, 1, 1))
 
 
 def _join(exchange: Exchange, num_bins: int, x: Tensor) -> Tensor:
-    by_rank = exchange.to_tokens(x).unflatten(2, (num_bins, -1))
-    return by_rank.permute(1, 2, 0, 3).flatten(1)
+    by_column = _sum_of_row_parts(exchange, exchange.to_tokens(x)).unflatten(2, (num_bins, -1))
+    return by_column.permute(1, 2, 0, 3).flatten(1)
+
+
+def _sum_of_row_parts(exchange: Exchange, by_rank: Tensor) -> Tensor:
+    """Sum over the parts of the rows, from [G, ...] to [G / R, ...]."""
+    if exchange.row_parts == 1:
+        return by_rank
+    return sum_in_order(by_rank.unflatten(0, (exchange.row_parts, -1)), 0)
 
 
 def sum_in_order(x: Tensor, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Banks whose columns are split over the ranks of a memory group.
+"""Banks whose columns, and rows if asked for, are split over the ranks of a memory group.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n
-coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per token).
+Legend: G ranks of the group, R parts of rows, T tokens of this rank, S tokens of all of them, J rows read per token, C
+scores per row, n coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per token).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.bank import Bank, Columns, weighted
+from megamem.bank import Bank, Columns, Rows, weighted
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
 from megamem.sharing import BankSpec
@@ -35,13 +35,15 @@ def make_bank(
     copy: Copy,
     kernels: Kernels,
     groups: ProcessGroupCollection,
+    row_parts: int = 1,
     fetch_rows: FetchRows | None = None,
 ) -> Bank:
-    """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
+    """A bank as this layout holds it: whole in a memory group of one rank, else this rank's part of it.
 
-    In `groups`, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. With `fetch_rows` rows
+    In `groups`, `ep` is the memory group, and `expt_dp` the ranks that hold the same part. With `fetch_rows` rows
     come from elsewhere when they are read. See `Bank`.
     """
+    assert fetch_rows is None or row_parts == 1
     columns = Columns(groups.ep.rank(), groups.ep.size())
     fetched = None if fetch_rows is None else fetch_rows(spec, columns, dtype, device)
     options: dict[str, Any] = {
@@ -53,7 +55,7 @@ def make_bank(
     }
     if columns.num_parts == 1:
         return Bank(spec, memory, kernels, **options)
-    return ShardedBank(spec, memory, kernels, **options, group=groups.ep)
+    return ShardedBank(spec, memory, kernels, **options, group=groups.ep, row_parts=row_parts)
 
 
 def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) -> None:
@@ -69,11 +71,15 @@ def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) 
 
 
 class ShardedBank(Bank):
-    """Columns r V / G to (r + 1) V / G - 1 of the values, and as many of every other table, on rank r of G.
+    """One of R equal parts of the rows, and of these one of G / R parts of the columns, on each rank of G.
 
-    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there
-    is nothing to balance. The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence
-    parallelism all of them have other tokens.
+    Consecutive ranks have columns of the same rows. With R = 1 rank r of G holds columns r V / G to (r + 1) V / G - 1
+    of the values, and as many of every other table.
+
+    Every rank of the group must take part in every lookup. It serves the tokens of all ranks with its columns, of which
+    there is nothing to balance, and of its rows. No shape depends on what is read: an entry whose row others hold reads
+    the first row and weighs nothing. The ranks may be tensor-, context- and data-parallel ones of a stage: with
+    sequence parallelism all of them have other tokens.
     """
 
     def __init__(
@@ -86,11 +92,12 @@ class ShardedBank(Bank):
         device: torch.device | str,
         replica_rank: int,
         group: dist.ProcessGroup,
+        row_parts: int = 1,
         copy: Copy = ONLY_COPY,
         fetched: RowFetch | None = None,
     ) -> None:
-        """Allocate this rank's columns; see `Bank`. The size of `group` divides the widths of the tables."""
-        columns = Columns(group.rank(), group.size())
+        """Allocate this rank's part; see `Bank`. R divides the rows, and G / R the widths of the tables."""
+        column_parts = group.size() // row_parts
         super().__init__(
             spec,
             memory,
@@ -98,7 +105,8 @@ class ShardedBank(Bank):
             dtype=dtype,
             device=device,
             replica_rank=replica_rank,
-            columns=columns,
+            columns=Columns(group.rank() % column_parts, column_parts),
+            rows=Rows(group.rank() // column_parts, row_parts),
             copy=copy,
             fetched=fetched,
         )
@@ -117,19 +125,36 @@ class ShardedBank(Bank):
         pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`. Collective over the memory group."""
-        counts = self.token_counts or (rows.shape[0],) * self.columns.num_parts
-        assert counts[self.columns.part] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
-        exchange = Exchange(self.group, counts)
+        counts = self.token_counts or (rows.shape[0],) * self.group.size()
+        assert counts[self.group.rank()] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
+        exchange = Exchange(self.group, counts, self.rows.num_parts)
         rows, bins = gather_ids(rows, bins, self.spec.num_rows, num_bins, exchange)
+        rows, own = self._among_own(rows)
         coef = scores
         if pre_input is not None:
             share = split_columns(pre_input, exchange)
             products = self.kernels.gather_dot(self.get_parameter(pre_values), rows, share).squeeze(2)
+            if own is not None:
+                products = torch.where(own, products, 0)
             # The activation needs the whole product: it is applied where the token is.
             coef = weighted(scores, sum_over_ranks(products, exchange), self.activation)
         coef = spread_coefficients(coef, exchange)
+        if own is not None:
+            coef = torch.where(own.unsqueeze(2), coef, 0)
         share = self.weighted_sum(values, rows, coef, bins, num_bins)
         return join_columns(share, exchange, num_bins)
+
+    def _among_own(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of the bank as rows of this part of it, and which of them are: all, if None.
+
+        The others become the first one, which stays in cache.
+        """
+        if self.rows.num_parts == 1:
+            return rows, None
+        num_rows = self.spec.num_rows // self.rows.num_parts
+        rows = rows - self.rows.part * num_rows
+        own = (rows >= 0) & (rows < num_rows)
+        return torch.where(own, rows, 0), own
 
     def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
         """See `TableLookup.read_heads`.
@@ -138,7 +163,7 @@ class ShardedBank(Bank):
         known to it: only the scores travel.
         """
         # Both groups are consecutive ranks, so that equal sizes make them the same.
-        if tensor_group is None or tensor_group.size() != self.group.size():
+        if tensor_group is None or tensor_group.size() != self.group.size() or self.rows.num_parts > 1:
             return super().read_heads(rows, scores, tensor_group)
         exchange = Exchange(self.group, (scores.shape[0],) * self.columns.num_parts)
         rows = self.narrowed(rows)

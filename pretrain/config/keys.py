@@ -147,6 +147,7 @@ def _has_stages(run: RunConfig) -> bool:
 
 
 _OF_MEMORY = (
+    "parallel.memory_rows",
     "parallel.overlap_memory",
     "parallel.gradient_sm_share",
     "train.kernels",

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megamem.block_plan import Unit, unsplittable_units
+from megamem.memory_config import MemoryConfig
 from megamem.retrieval.config import RetrievalConfig
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.context_ways import heads_problem
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 
 _MAX_LAYOUTS_LISTED = 4
@@ -235,6 +236,9 @@ def _split_if_even(units: Sequence[Unit], num_layers: int, pipeline: int, virtua
 def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """The group of ranks that splits the columns of the tables, and the experts of a mixture."""
     group, memory, moe = config.parallel.memory, config.model.memory, config.model.moe
+    if group % config.parallel.memory_rows:
+        yield _uneven_row_parts(config.parallel)
+        return
     if group == 1:
         return
     if memory is None and moe is None:
@@ -243,13 +247,7 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
         )
         return
     if memory is not None:
-        widths = {table.key: table.width for table in memory.tables}
-        for key, columns in widths.items():
-            if columns % group:
-                yield (
-                    f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: "
-                    "each rank holds an equal part of the columns"
-                )
+        yield from _parts_of_tables(config, memory)
     if moe is not None and moe.num_experts % group:
         beside = " (the experts and the tables are split over the same group)" if memory is not None else ""
         yield (
@@ -257,6 +255,42 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
             f"each rank holds equally many experts{beside}"
         )
     yield from _memory_ranks(config, world_size)
+
+
+def _parts_of_tables(config: RunConfig, memory: MemoryConfig) -> Iterator[str]:
+    row_parts = config.parallel.memory_rows
+    if row_parts > 1 and not isinstance(memory, RetrievalConfig):
+        yield (
+            f"parallel.memory_rows is {row_parts}, but rows of model.memory.kind {memory.kind} are read as often as their "
+            "tokens come, which no shuffle spreads over the parts: use parallel.memory_rows: 1"
+        )
+    num_rows = {bank.num_rows for bank in config.model.memory_plan.banks}
+    for number in sorted(num_rows):
+        if number % row_parts:
+            yield (
+                f"a bank has {number} rows, which parallel.memory_rows {row_parts} does not divide: each rank holds an "
+                f"equal part of them, use parallel.memory_rows {math.gcd(number, row_parts)} or a "
+                f"model.memory.num_keys that is a multiple of {row_parts}"
+            )
+    for table in memory.tables:
+        if table.width % config.parallel.memory_columns:
+            yield (
+                f"model.memory.{table.key} is {table.width}, which {column_parts_text(config.parallel)} does not divide: "
+                "each rank holds an equal part of the columns"
+            )
+
+
+def _uneven_row_parts(layout: ParallelConfig) -> str:
+    return (
+        f"parallel.memory_rows is {layout.memory_rows}, which does not divide parallel.memory {layout.memory}: equally "
+        f"many ranks hold each part of the rows, use parallel.memory_rows {math.gcd(layout.memory, layout.memory_rows)}"
+    )
+
+
+def column_parts_text(layout: ParallelConfig) -> str:
+    """The parts of the columns, in the keys that make them."""
+    of_rows = f" / memory_rows {layout.memory_rows}" if layout.memory_rows > 1 else ""
+    return f"parallel.memory {layout.memory}{of_rows}"
 
 
 def _memory_ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:

@@ -64,6 +64,9 @@ class ParallelConfig(Config):
     memory: PositiveInt = 1
     """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of
     tensor x context x data, across them."""
+    memory_rows: Annotated[PositiveInt, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = 1
+    """R: parts of the rows of the memory tables, each of which memory / memory_rows ranks split by columns; 1: columns
+    alone. Rows stay wider, and a GPU reads them faster, but the exchange sends more: for groups beyond a node."""
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
     """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after
     the other."""
@@ -85,6 +88,11 @@ class ParallelConfig(Config):
     false: all of them before it starts."""
     timeout_minutes: PositiveFloat = 10.0
     """Minutes that a collective may wait before the run ends with an error."""
+
+    @property
+    def memory_columns(self) -> int:
+        """G / R: parts of the columns of the memory tables."""
+        return self.memory // self.memory_rows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from kernels.implementations import unavailable
 from megamem.block_plan import count_blocks
 from parallel.devices import num_visible_gpus
-from pretrain.config.layout_rules import layout_problems
+from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
@@ -223,28 +223,28 @@ def _kernels(config: RunConfig) -> Iterator[str]:
 
 def advice(config: RunConfig) -> Iterator[str]:
     """Sentences on a configuration that runs, and could run faster: key, value, consequence and the better value."""
-    memory, group = config.model.memory, config.parallel.memory
+    memory, parts = config.model.memory, config.parallel.memory_columns
     if memory is None:
         return
     element_bytes = config.train.element_bytes
     widths = {table.key: table.width for table in memory.tables}
-    narrow = {key: width // group for key, width in widths.items() if width // group * element_bytes % _WIDE_LOAD_BYTES}
+    narrow = {key: width // parts for key, width in widths.items() if width // parts * element_bytes % _WIDE_LOAD_BYTES}
     if not narrow:
         return
-    parts = ", ".join(
+    rows = ", ".join(
         f"{columns} columns of model.memory.{key} ({columns * element_bytes} bytes)" for key, columns in narrow.items()
     )
     better = [
         size
-        for size in range(1, group)
-        if group % size == 0
+        for size in range(1, parts)
+        if parts % size == 0
         and all(
             width % size == 0 and width // size * element_bytes % _WIDE_LOAD_BYTES == 0 for width in widths.values()
         )
     ]
-    multiple = group * _WIDE_LOAD_BYTES // element_bytes
-    fix = f"parallel.memory {better[-1]} or " if better else ""
+    multiple = parts * _WIDE_LOAD_BYTES // element_bytes
+    fix = f"parallel.memory {better[-1] * config.parallel.memory_rows} or " if better else ""
     yield (
-        f"parallel.memory {group} leaves every rank {parts} of a row, which is no multiple of {_WIDE_LOAD_BYTES} bytes: "
+        f"{column_parts_text(config.parallel)} leaves every rank {rows} of a row, which is no multiple of {_WIDE_LOAD_BYTES} bytes: "
         f"a GPU reads such rows in narrower loads. {fix}widths that are multiples of {multiple} keep the wide ones"
     )

@@ -177,6 +177,16 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
         assert rank.hidden == before.hidden
 
 
+@LAYOUTS.key("parallel.memory_rows", 2, set_key(FOUR_BLOCKS, "parallel.memory", 2))
+def _(base: list[OnRank], second: list[OnRank]) -> None:
+    """Half of the rows of the tables in place of half of their columns."""
+    same_losses(base, second)
+    for before, rank in zip(base, second, strict=True):
+        tables = {name: shape for name, shape in rank.shapes.items() if name.startswith("banks.")}
+        assert set(tables.values()) == {(72, 16), (72, 10)}
+        assert {**before.shapes, **tables} == rank.shapes
+
+
 @LAYOUTS.key("parallel.overlap_grad_reduce", False, FOUR_BLOCKS)
 def _(base: list[OnRank], second: list[OnRank]) -> None:
     """No part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""

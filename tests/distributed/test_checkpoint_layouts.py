@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pipeline 2 x data 2, interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "pipeline 4": {"pipeline": 4},
     "data 4 x memory 2": {"memory": 2},
-    "context 2 x data 2 x memory 4": {"context": 2, "memory": 4},
+    "context 2 x data 2 x memory 4, 2 of rows": {"context": 2, "memory": 4, "memory_rows": 2},
     "tensor 2 x pipeline 2 x memory 2": {"tensor": 2, "pipeline": 2, "memory": 2},
 }
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[RunConfig, tuple[str, ...]]] = {
         SHARED,
         (
             "tensor 2 x data 2",
-            "context 2 x data 2 x memory 4",
+            "context 2 x data 2 x memory 4, 2 of rows",
             "tensor 2 x pipeline 2",
             "data 4 x memory 2",
             "tensor 2 x pipeline 2 x memory 2",
@@ -56,7 +56,11 @@ CASES: dict[str, tuple[RunConfig, tuple[str, ...]]] = {
     "dense": (DENSE, ("tensor 2 x pipeline 2", "pipeline 2 x data 2, interleaved")),
     "tied, bf16": (
         replace(TIED, train=replace(TIED.train, precision="bf16")),
-        ("pipeline 2 x data 2, interleaved", "context 2 x data 2 x memory 4", "tensor 2 x pipeline 2 x memory 2"),
+        (
+            "pipeline 2 x data 2, interleaved",
+            "context 2 x data 2 x memory 4, 2 of rows",
+            "tensor 2 x pipeline 2 x memory 2",
+        ),
     ),
 }
 """Models, and layouts of which each reads what the one before it has written. Stages cannot split a shared table."""

@@ -69,20 +69,20 @@ LAYOUTS = {
     ),
     "tensor 2 x pipeline 2 x virtual 2": Layout(PRIVATE, 4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
     "pipeline 4": Layout(PRIVATE, 4, {"pipeline": 4, "micro_batch_size": 1}),
-    "memory 4, small microbatches": Layout(SHARED, 4, {"memory": 4, "micro_batch_size": 1}),
+    "memory 4 of rows, small microbatches": Layout(SHARED, 4, {"memory": 4, "memory_rows": 4, "micro_batch_size": 1}),
     "pipeline 2 x virtual 2 x memory 2": Layout(
         PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}
     ),
     "pipeline 2 x virtual 2 x context 2 x memory 2": Layout(
         PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "memory": 2, "micro_batch_size": 2}
     ),
-    "context 2 x data 2 x memory 4, selective recomputation": Layout(
-        PRIVATE, 4, {"context": 2, "memory": 4, "recompute": "selective"}
+    "context 2 x data 2 x memory 4, 2 of rows, selective recomputation": Layout(
+        PRIVATE, 4, {"context": 2, "memory": 4, "memory_rows": 2, "recompute": "selective"}
     ),
     "tensor 2 x pipeline 2 x data 2 x memory 2": Layout(
         SHARED, 8, {"tensor": 2, "pipeline": 2, "memory": 2, "micro_batch_size": 2}
     ),
-    "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, full recomputation": Layout(
+    "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, 2 of rows, full recomputation": Layout(
         PRIVATE,
         8,
         {
@@ -90,6 +90,7 @@ LAYOUTS = {
             "pipeline": 2,
             "virtual_pipeline": 2,
             "memory": 4,
+            "memory_rows": 2,
             "micro_batch_size": 1,
             "recompute": "full",
         },
@@ -103,19 +104,20 @@ REPEATED = [
     "private, 1 rank",
     "tensor 2 x pipeline 2, selective recomputation",
     "pipeline 2 x virtual 2 x context 2 x memory 2",
-    "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, full recomputation",
+    "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, 2 of rows, full recomputation",
 ]
 
 
 def split_axes(layout: Layout) -> set[str]:
     """Axes that a layout uses, and its recomputation."""
-    sizes = {axis: layout.axes.get(axis, 1) for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "memory")}
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "memory", "memory_rows")
+    sizes = {axis: layout.axes.get(axis, 1) for axis in names}
     data = layout.num_ranks // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
     recompute = {f"recompute {layout.axes['recompute']}"} if "recompute" in layout.axes else set()
     return {axis for axis, size in (sizes | {"data": data}).items() if size > 1} | recompute
 
 
-AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "memory", "recompute full")
+AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "memory", "memory_rows", "recompute full")
 
 
 @pytest.mark.parametrize("pair", combinations(AXES, 2), ids=" x ".join)

@@ -1,5 +1,5 @@
-"""A bank split by columns reads, and learns, what a whole one does: values, every gradient, and the bits of a
-repetition.
+"""A bank split by columns, or by rows and columns, reads, and learns, what a whole one does: values, every gradient, and
+the bits of a repetition.
 
 The oracle is `Bank` with the naive kernels on the tokens of all ranks together.
 
@@ -49,6 +49,7 @@ class Case:
         num_blocks: B.
         rows: random ones, the same one in all positions of a token, or one row for all tokens.
         exchanged: the lookup names the tables the other way round.
+        row_parts: R.
     """
 
     size: int
@@ -64,6 +65,7 @@ class Case:
     kernels: Literal["auto", "naive"] = "auto"
     dtype: torch.dtype = torch.float64
     exchanged: bool = False
+    row_parts: int = 1
 
     @property
     def memory(self) -> MemoryConfig:
@@ -98,6 +100,14 @@ CASES = {
     "a row in every position": Case(3, EVEN[3], rows="repeated"),
     "all tokens on one row": Case(6, EVEN[6], rows="one"),
     "more rows read than there are": Case(2, EVEN[2], num_rows=3, rows_read=11),
+    "rows alone": Case(3, EVEN[3], row_parts=3, activation="gelu"),
+    "rows alone, blocks, naive kernels": Case(2, EVEN[2], row_parts=2, kernels="naive", num_blocks=4),
+    "rows and columns": Case(6, EVEN[6], row_parts=3, num_blocks=4),
+    "rows and columns that straddle both cores": Case(6, EVEN[6], row_parts=2, activation="gelu"),
+    "rows and columns without pre-values": Case(6, EVEN[6], row_parts=2, pre_dim=0, num_scores=3),
+    "rows and columns, all tokens on one row": Case(6, EVEN[6], row_parts=3, rows="one"),
+    "rows and columns, ranks with different tokens": Case(6, (1, 0, 9, 4, 0, 2), row_parts=2, num_blocks=2),
+    "rows and columns, bf16": Case(6, EVEN[6], row_parts=2, dtype=torch.bfloat16),
     "ranks with different tokens": Case(3, (1, 9, 4)),
     "ranks without tokens": Case(3, (0, 5, 0), num_blocks=4),
     "no rank has tokens": Case(2, (0, 0)),
@@ -209,6 +219,7 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
         device="cpu",
         replica_rank=0,
         group=group,
+        row_parts=case.row_parts,
     )
     fill_bank(bank)
     announce_tokens([bank], case.counts if len(set(case.counts)) > 1 else None)
@@ -268,8 +279,11 @@ def test_a_split_bank_is_a_whole_one(outcomes: dict[str, Any], name: str) -> Non
     ranks = [found for found, _ in outcomes[name]]
     assert set(ranks[0]) == set(reference) >= {"out", "scores", "values"}
     for part, whole in reference.items():
-        # Tables by columns, tokens by rows.
-        joined = torch.cat([found[part] for found in ranks], 1 if part in ("values", "pre_values") else 0)
+        shares = [found[part] for found in ranks]
+        if part in ("values", "pre_values"):
+            size = case.size // case.row_parts
+            shares = [torch.cat(shares[first : first + size], 1) for first in range(0, case.size, size)]
+        joined = torch.cat(shares)
         assert joined.shape == whole.shape
         error = (joined.double() - whole).abs().max() if whole.numel() else torch.zeros(())
         assert error <= TOLERANCE[case.dtype] * (whole.abs().max() if whole.numel() else 0), part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,8 +35,10 @@ MEMORIES = {
     "one core": replace(MEMORY, value_dim=12, pre_value_dim=6, num_cores=1),
     "blocks, no pre-values": UltraMemConfig(num_keys=12, key_dim=8, value_dim=18, top_k=3),
     "peer": PeerConfig(num_keys=12, value_dim=30, top_k=3, num_heads=5),
+    "rows": replace(MEMORY, value_dim=10, pre_value_dim=8, num_heads=2),
 }
-ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 17_000_000}
+ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 17_000_000, "rows": 9}
+ROW_PARTS = {"rows": 3}
 
 
 @contextmanager
@@ -72,12 +74,13 @@ def groups_apart() -> Any:
     return patch("parallel.groups.one_group_per_ranks", nullcontext)
 
 
-def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+def lookup(memory: MemoryConfig, num_rows: int, row_parts: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
     """Bytes sent by the collectives of a forward and of a backward pass."""
     group = dist.group.WORLD
     assert group is not None
     kernels = select_kernels("auto")
-    bank = ShardedBank(BankSpec(0, 8, (0,)), memory, kernels, dtype=dtype, device="cpu", replica_rank=0, group=group)
+    options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "replica_rank": 0, "group": group}
+    bank = ShardedBank(BankSpec(0, 9, (0,)), memory, kernels, **options, row_parts=row_parts)
     # Ids are as wide as a bank of this size needs; only its first rows are read, so only they are allocated.
     bank.spec = BankSpec(0, num_rows, (0,))
     reads = memory.lookup.rows
@@ -101,7 +104,7 @@ def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[lis
 def measured(run_ranks: Any) -> list[dict[tuple[str, torch.dtype], tuple[list[int], list[int]]]]:
     return run_ranks(
         lambda: {
-            (name, dtype): lookup(memory, ROWS[name], dtype)
+            (name, dtype): lookup(memory, ROWS[name], ROW_PARTS.get(name, 1), dtype)
             for name, memory in MEMORIES.items()
             for dtype in (torch.float32, torch.bfloat16)
         },
@@ -113,12 +116,19 @@ def measured(run_ranks: Any) -> list[dict[tuple[str, torch.dtype], tuple[list[in
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_lookup_sends_what_the_formula_says(measured: Any, name: str, dtype: torch.dtype) -> None:
     traffic = lookup_traffic(
-        MEMORIES[name], ROWS[name], group_size=GROUP, num_tokens=TOKENS, element_bytes=dtype.itemsize
+        MEMORIES[name],
+        ROWS[name],
+        group_size=GROUP,
+        row_parts=ROW_PARTS.get(name, 1),
+        num_tokens=TOKENS,
+        element_bytes=dtype.itemsize,
     )
+    there = (traffic.rows, traffic.pre_input, traffic.products, traffic.coefficients, traffic.values)
+    back = (traffic.values, traffic.coefficient_gradients, traffic.products, traffic.pre_input)
     for of_rank in measured:
         forward, backward = of_rank[name, dtype]
-        assert forward == [size for size in astuple(traffic) if size]
-        assert backward == [size for size in reversed(astuple(traffic)[1:]) if size]
+        assert forward == [size for size in there if size]
+        assert backward == [size for size in back if size]
         assert sum(forward) == traffic.forward
         assert sum(backward) == traffic.backward
 

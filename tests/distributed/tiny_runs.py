@@ -137,6 +137,7 @@ def on(
     virtual_pipeline: int = 1,
     context: int = 1,
     memory: int = 1,
+    memory_rows: int = 1,
     micro_batch_size: int = 4,
     recompute: Literal["none", "full", "selective"] = "none",
 ) -> RunConfig:
@@ -144,7 +145,12 @@ def on(
     return replace(
         config,
         parallel=ParallelConfig(
-            tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, context=context, memory=memory
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=virtual_pipeline,
+            context=context,
+            memory=memory,
+            memory_rows=memory_rows,
         ),
         train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
     )

@@ -23,7 +23,13 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.launches import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
+from pretrain.planning.costs.launches import (
+    LAUNCHES_DENSE,
+    LAUNCHES_EXPERT,
+    LAUNCHES_MEMORY,
+    LAUNCHES_MIXTURE,
+    LAUNCHES_ROW_PARTS,
+)
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
 from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
@@ -111,6 +117,7 @@ MIXTURE = replace(
 OFFLOADED = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=2048)),
+    parallel=replace(SPLIT.parallel, memory_rows=4),
     optimizer=OptimizerConfig(value_offload="cpu"),
 )
 # Memories that are handed on to later blocks, each read of which unpacks rows and bins of many entries.
@@ -123,7 +130,7 @@ SKIPPING = replace(
             num_keys=64, value_dim=64, top_k=64, key_expansion=2, placement=PlacementConfig(spans="0:1/2:3/4:6")
         ),
     ),
-    parallel=ParallelConfig(pipeline=2, memory=8),
+    parallel=ParallelConfig(pipeline=2, memory=8, memory_rows=2),
 )
 RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=8), train=SPLIT.train)
 READ_TOGETHER = replace(
@@ -161,9 +168,11 @@ ALONE = replace(
     SPLIT, parallel=ParallelConfig(memory=8), train=replace(SPLIT.train, recompute="none", global_batch_size=8)
 )
 OF_EXPERTS = replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train)
+COLUMNS = replace(ALONE, model=replace(ALONE.model, memory=replace(MEMORY, sharing=SharingConfig())))
 LAUNCHED = {
     "dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
-    "memory": replace(ALONE, model=replace(ALONE.model, memory=replace(MEMORY, sharing=SharingConfig()))),
+    "memory": COLUMNS,
+    "memory by rows and columns": replace(COLUMNS, parallel=replace(ALONE.parallel, memory_rows=2)),
     "mixture": OF_EXPERTS,
     "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
 }
@@ -338,9 +347,10 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
 
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for way in (0, 1):
-        dense, memory, mixture, larger = (counted[way] for counted in reports["launches"])
+        dense, memory, by_rows, mixture, larger = (counted[way] for counted in reports["launches"])
         assert dense == pytest.approx(LAUNCHES_DENSE[way], rel=0.05)
         assert memory - dense == pytest.approx(LAUNCHES_MEMORY[way], rel=0.05)
+        assert by_rows - memory == pytest.approx(LAUNCHES_ROW_PARTS[way], rel=0.05)
         # Four experts on each rank, and eight.
         assert (larger - mixture) / 4 == pytest.approx(LAUNCHES_EXPERT[way], rel=0.05)
         assert 2 * mixture - larger - dense == pytest.approx(LAUNCHES_MIXTURE[way], rel=0.05)

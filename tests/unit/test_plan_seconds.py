@@ -76,6 +76,29 @@ def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
     assert one.gradients / 12 == pytest.approx(adding)
 
 
+def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None:
+    """The same in 4 parts of rows, each in 4 of columns: a quarter of the entries, in rows of 240 and 80 columns."""
+    config = large("parallel.memory_rows=4")
+    stage = replace(stages_of(config)[0], lookups=(22_861_824,), backward_lookups=(22_861_824,))
+    one = row_seconds(config, stage, 8192, H100)
+    entries = 16 * 8192 * 256
+    assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)
+    # As with columns; masks, and scores of both cores; four copies of the vectors of three more parts.
+    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 2 * (8 + 10 + 3 + 9 + 4 + 1 + 4 + 1 + 8)
+    copied = 2 * 4 * 3 * 8192 * (960 + 320) * 2
+    assert one.ids == pytest.approx((entries * per_entry + copied) / H100.stream_bytes_per_s)
+    adding = sum(accumulate_s(entries, 22_861_824, width, 1, H100, row_parts=4) for width in (240, 80))
+    # Vectors of 131,072 tokens, of which 25 MB are cached.
+    missed = sum(1280 // 2 / 640 * (2 * width - 25e6 / (16 * 8192)) for width in (240,))
+    assert one.gradients == pytest.approx(adding + entries / 4 * missed / H100.gather_bytes_per_s, rel=0.02)
+    # Popular rows: the busiest part reads 2.3 % more, and every entry of the others takes its instructions.
+    skewed = row_seconds(config, stage, 8192, replace(H100, row_skew=0.8))
+    assert skewed.gathers == pytest.approx(1.023 * one.gathers)
+    slow = replace(H100, issue_g_per_s=1.0)
+    walked = accumulate_s(entries, 22_861_824, 240, 1, slow, row_parts=4)
+    assert walked == pytest.approx(entries * accumulate_instructions(240) / 1e9)
+
+
 def test_gradients_take_their_bytes_or_their_instructions() -> None:
     entries, rows, granules = 16 * 8192 * 256, 22_861_824, 2 * (240 + 64 - 16)
     even = accumulate_s(entries, rows, 60, 1, H100)

@@ -82,7 +82,7 @@ def _header(checkpoint: Listing, state_bytes: int) -> str:
         lines["step"] = f"{facts['step']:,} of {config.run_steps:,}{within}, {facts['consumed_tokens']:,} tokens"
         lines["layout"] = (
             f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}, context {layout.context}, "
-            f"memory {layout.memory}; fits any other"
+            f"memory {layout.memory}{f' ({layout.memory_rows} of rows)' if layout.memory_rows > 1 else ''}; fits any other"
         )
         lines["written by"] = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
     memory = config.model.memory

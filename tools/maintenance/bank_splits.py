@@ -1,7 +1,8 @@
 """A bank split over its memory group by columns, by rows and by both, counted by the formulas of plans.
 
 `python -m tools.maintenance.bank_splits passes` counts one layer's lookup, `steps` the fastest layouts, `balance` how
-evenly popular rows fall on the ranks that hold them. Only columns are built; docs/decisions.md has what was decided.
+evenly popular rows fall on the ranks that hold them. Built are "columns", and "masked" of those that split rows
+(`parallel.memory_rows`); docs/decisions.md has what was decided.
 
 A rank of a split by both holds one of G / R parts of the columns, of one of R parts of the rows. It gives every token of
 the group one partial sum over the rows that it has.
@@ -31,7 +32,7 @@ from pretrain.planning.costs import timing
 from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, estimates_of, possible_layouts
 from pretrain.planning.costs.memory import in_flight
-from pretrain.planning.costs.rows import RowSeconds, moved_bytes, row_seconds
+from pretrain.planning.costs.rows import BUSIEST, CACHED_BYTES, RowSeconds, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, Stage, stages_of
 from pretrain.planning.costs.traffic import lookup_traffic
 from tools.maintenance.plan_page import CONFIGS, GPU, GPUS, MODELS, Row, markdown_table
@@ -40,16 +41,10 @@ SKEWS = (0.0, 0.8)
 MOST_RANKS = 32
 """Ranks of the largest group that is counted."""
 _TOKENS = 8192
-_CACHED_BYTES = 25e6
-"""Bytes of the tokens' vectors that stay in cache while gradients of tables read them at random: half of an H100's."""
 _SPARE = 1.1
 """Entries that one rank can send to another if it sends them to their owners alone, over their mean."""
-_ID, _ORDER_BYTES = 4, 12
-"""Bytes of an id, and of a sorted entry's row and place."""
 _PLACE_BYTES = 2
 """The token of an entry that is sent to its owner alone."""
-_BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
-"""Entries of the busiest of R parts of the rows, over their mean, with reads by Zipf 0.8 (`balance`)."""
 _SHUFFLES = 6
 
 
@@ -64,8 +59,8 @@ class Split:
             pass over what they do not have.
         crosses_once: what every rank of the group is sent crosses between nodes once, as rings of NCCL do; plans
             count it as often as there are ranks.
-        masked: kernels as they are, which walk all entries: those of others' rows read the first row of one's own, which
-            stays in cache, and weigh nothing; else kernels that pass over them.
+        masked: as `parallel.memory_rows` is built and planned, with kernels that walk all entries: those of others' rows
+            read the first row of one's own, and weigh nothing; else kernels that pass over them.
     """
 
     name: str
@@ -146,8 +141,10 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
     parts = split.parts_of(group)
     if memory is None or group == 1:
         return every
+    if split.masked and parts > 1:
+        return row_seconds(_grouped(config, group, parts), stage, tokens, hardware)
     columns = group // parts
-    busiest = _BUSIEST[parts] if hardware.row_skew else 1.0
+    busiest = BUSIEST[parts] if hardware.row_skew else 1.0
     owned_stage = replace(
         stage,
         lookups=tuple(rows // parts for rows in stage.lookups),
@@ -157,24 +154,17 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
     missed = copied = 0.0
     for table in memory.tables:
         width = table.width // columns * element
-        misses = max(0.0, 1 - _CACHED_BYTES / (group * tokens * width))
+        misses = max(0.0, 1 - CACHED_BYTES / (group * tokens * width))
         missed += columns * tokens * memory.lookup.rows * moved_bytes(width) * misses
         # Written, cut or added up, sent and received.
         copied += 4 * (parts - 1) * tokens * table.width * element
     passes, backward = len(stage.lookups) + len(stage.backward_lookups), len(stage.backward_lookups)
-    of_owners, walked = split.to_owners and parts > 1, 0.0
-    if split.masked and parts > 1:
-        entries = group * tokens * memory.lookup.rows
-        coefficient = coefficients_per_rank(memory.lookup.scores, columns) * element
-        product = element if memory.width("pre_values") else 0
-        # Places in the part, two comparisons, both of them, places or the first row; then coefficients and products.
-        copied += entries * (2 * _ID + 2 * (_ID + 1) + 3 + 2 * _ID + 1 + 2 * (coefficient + product) + 2)
-        walked = entries * (1 - 1 / parts) * len(memory.tables) * _ORDER_BYTES
+    of_owners = split.to_owners and parts > 1
     return RowSeconds(
         gathers=busiest * owned.gathers,
         ids=(busiest * owned.ids if of_owners else every.ids) + passes * copied / hardware.stream_bytes_per_s,
         sort=busiest * owned.sort if of_owners else every.sort,
-        gradients=busiest * owned.gradients + backward * (busiest * missed + walked) / hardware.gather_bytes_per_s,
+        gradients=busiest * owned.gradients + backward * busiest * missed / hardware.gather_bytes_per_s,
     )
 
 
@@ -206,8 +196,8 @@ def _link_s(way: Sent, config: RunConfig, split: Split, hardware: Hardware) -> f
     return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
-def _grouped(config: RunConfig, group: int) -> RunConfig:
-    return replace(config, parallel=replace(config.parallel, memory=group))
+def _grouped(config: RunConfig, group: int, row_parts: int = 1) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, memory=group, memory_rows=row_parts))
 
 
 def estimates(config: RunConfig, split: Split, num_gpus: int, hardware: Hardware) -> list[Estimate]:
@@ -277,7 +267,7 @@ def passes(config: RunConfig, hardware: Hardware) -> Iterator[Row]:
                 widths = " + ".join(str(table.width // columns * config.train.element_bytes) for table in memory.tables)
                 ids = seconds.ids + seconds.sort
                 total = seconds.gathers + ids + seconds.gradients + link
-                busiest = _BUSIEST[parts] if skew else 1.0
+                busiest = BUSIEST[parts] if skew else 1.0
                 yield (
                     *(f"Zipf {skew:g}" if skew else "even", str(group), split.name, widths),
                     f"{busiest * columns * _TOKENS * memory.lookup.rows / 1e6:.1f}",
@@ -312,7 +302,7 @@ def balance(config: RunConfig) -> Iterator[Row]:
     view, bank = config.model.memory_plan.views[0], config.model.memory_plan.banks[0]
     rates = reads_per_token(view.num_rows, memory.lookup.rows, SKEWS[-1])
     entries = torch.arange(view.num_rows)
-    busiest: dict[int, list[float]] = {parts: [] for parts in _BUSIEST}
+    busiest: dict[int, list[float]] = {parts: [] for parts in BUSIEST}
     for layer in range(_SHUFFLES):
         keys = KeyedShuffle(view.num_keys, seed=0, name=f"layer {layer}").round_keys
         rows, _ = shuffled_rows(entries, view.num_keys, keys, view.num_rows, view.first_row, bank.num_rows)

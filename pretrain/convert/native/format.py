@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader
 from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, parts_of, write_index
 from pretrain.config.loader import to_dict, to_yaml
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.listing import is_native, native_at
 from pretrain.convert.names import NATIVE
@@ -77,7 +78,9 @@ class NativeConversion:
         self._state = source.state if target.with_optimizer else source.state.without_moments()
         # The folder that a run writes a checkpoint in before it has its name.
         self._inside = writing_folder(RunFolder(Path()).checkpoints, self._state.step)
-        self.files = _files(f"{self._inside}/", self.reader.tensors, target)
+        self.files = _files(
+            f"{self._inside}/", self.reader.tensors, self._config.parallel, max_file_bytes=target.max_file_bytes
+        )
 
     def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
         run, state, path = RunFolder(folder), self._state, folder / self._inside
@@ -114,6 +117,7 @@ def _for_target(config: RunConfig, target: Target) -> RunConfig:
         pipeline=layout.pipeline,
         virtual_pipeline=layout.virtual_pipeline,
         memory=layout.memory,
+        memory_rows=math.gcd(layout.memory, before.memory_rows),
         # Another number of chunks would need another one.
         pipeline_layout=before.pipeline_layout
         if (before.pipeline, before.virtual_pipeline) == (layout.pipeline, layout.virtual_pipeline)
@@ -132,15 +136,17 @@ def _with_derived_weights(stored: TensorReader, saved: SavedState) -> Selected:
     return Selected(stored, names, dict.fromkeys(derived, getattr(torch, saved.weights_dtype or "float32")))
 
 
-def _files(folder: str, tensors: Mapping[str, TensorInfo], target: Target) -> list[TorchDistFile]:
+def _files(
+    folder: str, tensors: Mapping[str, TensorInfo], layout: ParallelConfig, *, max_file_bytes: int
+) -> list[TorchDistFile]:
     """Tables, matrices and optimizer state, each cut as the layout's ranks cut them."""
-    parts = [part for name, info in sorted(tensors.items()) for part in parts_of(name, info, _columns(name, target))]
-    return pack(f"{folder}__0", parts, tensors, target.max_file_bytes)
+    parts = [part for name, info in sorted(tensors.items()) for part in parts_of(name, info, _columns(name, layout))]
+    return pack(f"{folder}__0", parts, tensors, max_file_bytes)
 
 
-def _columns(name: str, target: Target) -> int:
+def _columns(name: str, layout: ParallelConfig) -> int:
     """Groups of columns in which a tensor, or its optimizer state, is held by ranks."""
     weight = name.split(".", 3)[3] if name.startswith("optimizer.state.") else name
     if weight.startswith("banks."):
-        return target.layout.memory
-    return target.layout.tensor if weight.endswith(_SPLIT_BY_COLUMNS) else 1
+        return layout.memory_columns
+    return layout.tensor if weight.endswith(_SPLIT_BY_COLUMNS) else 1

@@ -9,6 +9,8 @@ LAUNCHES_DENSE = (37, 42)
 """Kernels of a block without its memory, forward and backward."""
 LAUNCHES_MEMORY = (33, 73)
 """Kernels of a memory layer with a split table, forward and backward."""
+LAUNCHES_ROW_PARTS = (12, 8)
+"""Kernels that parts of the rows add to such a layer: masks, sums of the parts."""
 LAUNCHES_MIXTURE = (20, 56)
 """Kernels that a mixture's router and dispatcher add to a block."""
 LAUNCHES_EXPERT = (6, 15)
@@ -20,7 +22,8 @@ so; it is what those who timed it found (forums.developer.nvidia.com/t/68937).""
 
 def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> float:
     """Kernels of a pass over a microbatch through some blocks of a stage, forward (0) or backward (1), about."""
-    moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
+    of_rows = LAUNCHES_ROW_PARTS[way] if config.parallel.memory_rows > 1 else 0
+    moe, memories = config.model.moe, len(stage.lookups) * (LAUNCHES_MEMORY[way] + of_rows)
     of_experts = 0
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]

@@ -96,7 +96,10 @@ def estimates_of(layout: RunConfig, num_ranks: int, hardware: Hardware) -> list[
 
 
 def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> Iterator[RunConfig]:
-    """The configuration with every division of the model over `num_ranks` that it can have."""
+    """The configuration with every division of the model over `num_ranks` that it can have.
+
+    Parts of the rows of tables are those of the configuration: groups of fewer ranks are left out.
+    """
     layers = config.model.num_layers
     contexts = [1, 2, 4, 8] if config.train.sequence_length >= _LONG_SEQUENCE_TOKENS else [config.parallel.context]
     has_tables = config.model.memory is not None or config.model.moe is not None
@@ -116,11 +119,13 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
                         virtual_pipeline=virtual,
                         pipeline_layout=config.parallel.pipeline_layout if own else None,
                         memory=1,
+                        memory_rows=1,
                     )
                     if next(layout_problems(replace(config, parallel=layout), num_ranks), None) is not None:
                         continue
                     for memory in _divisors(num_ranks // pipeline) if has_tables else [1]:
-                        split = replace(config, parallel=replace(layout, memory=memory))
+                        rows = config.parallel.memory_rows
+                        split = replace(config, parallel=replace(layout, memory=memory, memory_rows=rows))
                         if next(layout_problems(split, num_ranks), None) is None:
                             yield split
 
@@ -181,7 +186,7 @@ def dense_twin(config: RunConfig) -> RunConfig | None:
     return replace(
         config,
         model=replace(bare, ffn_hidden_size=width),
-        parallel=replace(config.parallel, memory=1),
+        parallel=replace(config.parallel, memory=1, memory_rows=1),
         optimizer=replace(config.optimizer, value_offload="none"),
     )
 

@@ -337,6 +337,7 @@ def _core_kept(config: RunConfig, tokens: int) -> float:
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     """Ids and bins (of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
 
+    With parts of rows, a byte for each id says whether its row is here, and as many projected inputs are here as parts.
     Without pre-values on whole tables the coefficients are the scores, which are the layer's own.
     """
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
@@ -344,13 +345,14 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     lookup, pre_width = memory.lookup, memory.width("pre_values")
     reads = tokens * lookup.rows
     sums = tokens * lookup.bins * memory.width("values") * element
-    coefficients = group * reads * coefficients_per_rank(lookup.scores, group) * element
-    ids = group * reads * _id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2)
+    row_parts = config.parallel.memory_rows
+    coefficients = group * reads * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
+    ids = group * reads * (_id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2) + (row_parts > 1))
     if group == 1 and not pre_width:
         coefficients = 0
     # Products before their activation and after it.
     products = reads * element * (1 if lookup.activation == "none" else 2) if pre_width else 0
-    return ids + coefficients + tokens * pre_width * element + products + sums
+    return ids + coefficients + row_parts * tokens * pre_width * element + products + sums
 
 
 def _id_bytes(config: RunConfig, bank_rows: int) -> int:
@@ -428,7 +430,8 @@ def block_passing(config: RunConfig, stage: Stage, tokens: int, kept: dict[Memor
     elif memory is not None and stage.lookups and stage.backward.memories:
         lookup = memory.lookup
         ids, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
-        cut, both = 2 * coefficients_per_rank(lookup.scores, group) * element, per_id * (lookup.bins > 1)
+        cut = 2 * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
+        both = per_id * (lookup.bins > 1)
         passing = max(cut, both) * ids if group > 1 else 0
         of_scores = 4 * tokens * stage.memory.backward_wide / len(stage.lookups)
         entries = tokens * stage.memory.kept_by_entries / len(stage.lookups)

@@ -3,7 +3,11 @@
 Rows count in whole granules of what DRAM moves at a time, ids and coefficients as often as a kernel reads or writes
 them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
 
-Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, M = G T J entries, n coefficients per row and rank, e bytes per element.
+With parts of rows a rank sorts and walks the entries of all. Those whose rows others hold become the first row of its
+own, with weight zero, which stays in cache.
+
+Legend: G ranks of the memory group, R parts of rows, T tokens of a rank, J rows read per token, M = G T J entries, n
+coefficients per row and rank, e bytes per element.
 """
 
 from __future__ import annotations
@@ -29,6 +33,11 @@ _SORT_BYTES = 4 + 4 * 24
 passes that read and write them with their 64-bit places."""
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
+CACHED_BYTES = 25e6
+"""Bytes of the tokens' vectors that stay in cache while gradients of tables read them: half of an H100's."""
+BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
+"""Entries of the busiest of R parts of the rows, over their mean, with reads by Zipf's law with 0.8, as the keyed shuffle
+spreads them (`python -m tools.maintenance.bank_splits balance`)."""
 SECTOR_BYTES = 32
 """Bytes that a read of one coefficient, in the order of rows, moves into the cache."""
 
@@ -83,55 +92,87 @@ def _one_way(
     config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
     """Forward pass of a lookup: every table's rows, read by one kernel; the same again is part of backward."""
-    group, element, lookup = config.parallel.memory, config.train.element_bytes, memory.lookup
+    layout, element, lookup = config.parallel, config.train.element_bytes, memory.lookup
     bins, per_id = lookup.bins > 1, bytes_per_id(bank_rows * lookup.bins)
-    coefficient = coefficients_per_rank(lookup.scores, group) * element
+    coefficient = coefficients_per_rank(lookup.scores, layout.memory_columns) * element
+    product = element if memory.width("pre_values") else 0
     per_entry, rows = 0.0, 0.0
     for table in memory.tables:
-        rows += moved_bytes(table.width // group * element)
+        rows += moved_bytes(table.width // layout.memory_columns * element)
         # Ids, with bins where there are several, and a coefficient or product per entry.
         per_entry += per_id * (1 + bins) + coefficient
-    if group > 1:
+    if layout.memory > 1:
         # A number of both, twice read for the row and the bin in it.
         per_entry += 4 * per_id * bins
         # Cut by ranks, sent and received; products are received to be summed.
-        per_entry += 3 * coefficient + (3 * element if memory.width("pre_values") else 0)
+        per_entry += 3 * coefficient + 3 * product
+    copied = 0.0
+    if layout.memory_rows > 1:
+        # Two comparisons of places in the part, both of them, and the place or the first row; what others hold, masked.
+        per_entry += 2 * per_id + 2 * (per_id + 1) + 3 + 2 * per_id + 1 + 2 * coefficient + 1
+        per_entry += 2 * product + (product > 0)
+        # All scores come, of which each column has its own.
+        per_entry += 2 * lookup.scores * element
+        # Partial sums and inputs of all tokens, once per part: written, cut or added up, sent and received.
+        tokens = num_entries // (layout.memory * lookup.rows)
+        widths = memory.row_width + (lookup.bins - 1) * memory.width("values")
+        copied = 4 * (layout.memory_rows - 1) * tokens * element * widths
     return RowSeconds(
-        gathers=num_entries * rows / hardware.gather_bytes_per_s,
-        ids=num_entries * per_entry / hardware.stream_bytes_per_s,
+        gathers=_own_entries(config, num_entries, hardware) * rows / hardware.gather_bytes_per_s,
+        ids=(num_entries * per_entry + copied) / hardware.stream_bytes_per_s,
     )
+
+
+def _own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> float:
+    """Entries whose rows the busiest rank has."""
+    parts = config.parallel.memory_rows
+    mean = num_entries / parts
+    if not hardware.row_skew:
+        return mean
+    return mean * next((busiest for most, busiest in BUSIEST.items() if parts <= most), max(BUSIEST.values()))
 
 
 def _backward(
     config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
     """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
-    group = config.parallel.memory
+    layout = config.parallel
     sorting = num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
     accumulating = 0.0
     for table in memory.tables:
-        groups = coefficients_per_rank(memory.lookup.scores, group) if table.name != "pre_values" else 1
-        accumulating += accumulate_s(num_entries, bank_rows, table.width // group, groups, hardware)
+        groups = coefficients_per_rank(memory.lookup.scores, layout.memory_columns) if table.name != "pre_values" else 1
+        width = table.width // layout.memory_columns
+        accumulating += accumulate_s(num_entries, bank_rows, width, groups, hardware, row_parts=layout.memory_rows)
+        if layout.memory_rows > 1:
+            # Vectors of all tokens, in columns of more than one rank, leave the cache, and are read once per entry.
+            vectors = num_entries // memory.lookup.rows * width * config.train.element_bytes
+            missed = max(0.0, 1 - CACHED_BYTES / vectors) * moved_bytes(width * config.train.element_bytes)
+            own_entries = _own_entries(config, num_entries, hardware)
+            accumulating += own_entries * missed / hardware.gather_bytes_per_s
     own = RowSeconds(sort=sorting, gradients=accumulating)
     return own + _one_way(config, memory, bank_rows, num_entries, hardware)
 
 
-def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, hardware: Hardware) -> float:
+def accumulate_s(
+    num_entries: int, num_rows: int, width: int, num_groups: int, hardware: Hardware, *, row_parts: int = 1
+) -> float:
     """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
     longer.
 
     A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and as
     many instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
-    read; its vector is in the cache.
+    read; its vector is in the cache. An entry of another part's row adds nothing to one and the same row, and its
+    coefficient comes in sequence.
 
     Args:
         num_entries: M.
         num_rows: of the table.
         width: columns on this rank.
         num_groups: of columns, each with a coefficient of its own.
+        row_parts: R, of which the rank has one.
     """
-    rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
-    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)
+    rows = distinct_rows(num_entries, num_rows, hardware.row_skew) / row_parts
+    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES / row_parts)
     instructions = num_entries * num_groups * accumulate_instructions(width // num_groups)
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
 

@@ -1,13 +1,13 @@
 """The bytes of the exchange and of attention across context-parallel ranks, by closed formulas.
 
-Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, n coefficients per row and rank, V value
-dim, P pre-value dim, B bins.
+Legend: G ranks of the memory group, R parts of rows, T tokens of a rank, J rows read per token, C scores per row, n
+coefficients per row and rank, V value dim, P pre-value dim, B bins.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from kernels.common.ids import bytes_per_id
@@ -25,27 +25,29 @@ class LookupTraffic:
 
     Attributes:
         rows: (G - 1) T J x bytes per id.
-        pre_input: (G - 1) / G T P x bytes per element.
+        pre_input: (G - 1) R / G T P x bytes per element.
         products: (G - 1) T J x bytes per element.
-        coefficients: (G - 1) T J n x bytes per element.
-        values: (G - 1) / G T B V x bytes per element.
+        coefficients: (G - 1) T J n x bytes per element; with parts of rows C in place of n.
+        coefficient_gradients: (G - 1) T J n x bytes per element, in a backward pass.
+        values: (G - 1) R / G T B V x bytes per element.
     """
 
     rows: int
     pre_input: int
     products: int
     coefficients: int
+    coefficient_gradients: int
     values: int
 
     @property
     def forward(self) -> int:
-        """Bytes of a forward pass: all five."""
-        return sum(astuple(self))
+        """Bytes of a forward pass."""
+        return self.rows + self.pre_input + self.products + self.coefficients + self.values
 
     @property
     def backward(self) -> int:
         """Bytes of a backward pass: the mirror image; the rows are there already."""
-        return self.forward - self.rows
+        return self.pre_input + self.products + self.coefficient_gradients + self.values
 
 
 def lookup_traffic(
@@ -53,26 +55,30 @@ def lookup_traffic(
     num_bank_rows: int,
     *,
     group_size: int,
+    row_parts: int = 1,
     num_tokens: int,
     element_bytes: int,
     follows_heads: bool = False,
 ) -> LookupTraffic:
-    """The traffic of one lookup of T = `num_tokens` by G = `group_size` ranks, of so many bytes per element.
+    """The traffic of one lookup of T = `num_tokens` by G = `group_size` ranks with R = `row_parts`, of so many bytes per
+    element.
 
     Where the columns follow attention's heads (`TableLookup.read_heads` in the tensor-parallel group) a rank knows the
     rows and keeps the sums: coefficients alone are sent.
     """
-    others, lookup = group_size - 1, memory.lookup
+    others, lookup, column_parts = group_size - 1, memory.lookup, group_size // row_parts
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
+    coefficients = others * reads * coefficients_per_rank(lookup.scores, column_parts) * element_bytes
     return LookupTraffic(
         rows=0 if follows_heads else others * reads * bytes_per_id(num_bank_rows * lookup.bins),
-        pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
+        pre_input=others * num_tokens * (pre_width // column_parts) * element_bytes,
         products=others * reads * element_bytes if pre_width else 0,
-        coefficients=others * reads * coefficients_per_rank(lookup.scores, group_size) * element_bytes,
+        coefficients=coefficients if row_parts == 1 else others * reads * lookup.scores * element_bytes,
+        coefficient_gradients=coefficients,
         values=0
         if follows_heads
-        else others * num_tokens * lookup.bins * (memory.width("values") // group_size) * element_bytes,
+        else others * num_tokens * lookup.bins * (memory.width("values") // column_parts) * element_bytes,
     )
 
 
@@ -101,6 +107,7 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         lookup_traffic,
         memory,
         group_size=config.parallel.memory,
+        row_parts=config.parallel.memory_rows,
         num_tokens=division.rank_tokens,
         element_bytes=config.train.element_bytes,
         follows_heads=follows_heads(config),
@@ -111,7 +118,7 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         lookup = traffic_of(rows)
         backward += number * lookup.backward
         if stage.reads_before_blocks:
-            backward -= number * lookup.coefficients
+            backward -= number * lookup.coefficient_gradients
         elif config.train.recompute == "full":
             forward += number * lookup.forward
     return forward, backward

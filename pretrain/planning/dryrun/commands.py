@@ -141,12 +141,12 @@ class _Stored:
 
 
 def generation(config: RunConfig, *, in_order: bool) -> tuple[CommandTraffic, tuple[Race, ...]]:
-    """Traffic of a short text from the first of as many ranks as the tables are split over in training, and accesses
+    """Traffic of a short text from the first of as many ranks as split columns of tables in training, and accesses
     that have no order, if that is watched.
 
     A mixture's experts are never split in generation.
     """
-    size, vocab_size = config.parallel.memory if config.model.moe is None else 1, config.model.vocab_size
+    size, vocab_size = config.parallel.memory_columns if config.model.moe is None else 1, config.model.vocab_size
     assert vocab_size is not None
     alone = replace(config, parallel=ParallelConfig(memory=size))
     gpu = StandInGpu()

@@ -133,6 +133,7 @@ LIMITS = [
     *at_least(1, "parallel.tensor", "parallel.pipeline", "parallel.context"),
     *at_least(1, "parallel.virtual_pipeline", parallel__pipeline=2),
     *at_least(1, "parallel.memory", **MEMORY),
+    *at_least(1, "parallel.memory_rows", **SPLIT),
     *above_zero("parallel.gradient_sm_share", **SPLIT),
     *at_most(1.0, "parallel.gradient_sm_share", **SPLIT),
     *above_zero("parallel.timeout_minutes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,46 @@ def test_a_memory_group_must_split_the_tables_and_the_ranks_evenly() -> None:
     assert (
         "parallel.memory is 3, which does not divide the 4 ranks of a pipeline stage (tensor x context x data): use 4 or 2"
     ) in message
+
+
+def test_rows_are_split_evenly_over_some_of_the_group() -> None:
+    def rows(parts: int, group: int, **memory: object) -> dict[str, Any]:
+        memory_keys = {f"model.memory.{key}": value for key, value in memory.items()}
+        keys = {"parallel.memory": group, "parallel.memory_rows": parts, "train.global_batch_size": 24}
+        return {**keys, "model.memory": {}, **memory_keys}
+
+    validate(run({**rows(4, 8), "train.global_batch_size": 32}), 8)
+    # The two parts of the columns divide the widths, the group does not.
+    validate(run(rows(3, 6, num_keys=96)), 6)
+    assert refusal(rows(4, 6), 6) == (
+        "parallel.memory_rows is 4, which does not divide parallel.memory 6: equally many ranks hold each part of the "
+        "rows, use parallel.memory_rows 2"
+    )
+    assert refusal(rows(3, 6, num_keys=64), 6).endswith(
+        "rows, which parallel.memory_rows 3 does not divide: each rank holds an equal part of them, use "
+        "parallel.memory_rows 1 or a model.memory.num_keys that is a multiple of 3"
+    )
+    assert (
+        "model.memory.value_dim is 64, which parallel.memory 6 / memory_rows 2 does not divide: each rank"
+        in refusal(rows(2, 6), 6)
+    )
+
+
+def test_rows_that_no_shuffle_spreads_are_not_split() -> None:
+    settings = {"model.memory.kind": "move", "parallel.memory": 2, "parallel.memory_rows": 2, "model.vocab_size": 1024}
+    assert (
+        "parallel.memory_rows is 2, but rows of model.memory.kind move are read as often as their tokens come, which no "
+        "shuffle spreads over the parts: use parallel.memory_rows: 1"
+    ) in refusal(settings, 2)
+
+
+def test_a_table_without_parts_has_no_parts_of_rows() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.memory_rows .*parallel\.memory is above 1"):
+        run({"parallel.memory_rows": 2, "model.memory": {}})
+    whole = RunConfig()
+    whole = replace(whole, parallel=replace(whole.parallel, memory_rows=2))
+    with pytest.raises(ConfigError, match=r"^parallel.memory_rows is 2, which does not divide parallel.memory 1"):
+        validate(whole, 1)
 
 
 def test_a_dense_model_has_no_table_to_split() -> None:

@@ -80,12 +80,17 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
         num_tokens: of a rank; None: those of its microbatch.
 
     Raises:
-        ConfigError: the model has no such memory.
+        ConfigError: the model has no such memory, or its rows are split.
     """
     memory = config.model.memory
     if not isinstance(memory, RetrievalConfig):
         what = "no memory" if memory is None else f"a memory of kind {memory.kind}, which retrieves nothing"
         raise ConfigError(f"{config.name} has {what}: name a configuration whose memory retrieves rows")
+    if config.parallel.memory_rows > 1:
+        raise ConfigError(
+            f"parallel.memory_rows is {config.parallel.memory_rows}, and entries whose rows other ranks hold are not "
+            "counted here: use parallel.memory_rows=1"
+        )
     tokens = num_tokens or Division.of(config, fewest_ranks(config.parallel)).rank_tokens
     calls = [*_selection(config, memory, tokens), *_shuffle(config, memory, tokens)]
     view = config.model.memory_plan.views[0]
