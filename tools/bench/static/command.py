@@ -12,7 +12,7 @@ from pretrain.planning.costs.hardware import load_hardware
 from tools.bench.arguments import with_given_vocabulary
 from tools.parsers import add_config, add_stage
 
-_CONFIG = Path(__file__).parents[4] / "configs" / "h100" / "2.5b_120b_top256_on_256.yaml"
+_CONFIG = Path(__file__).parents[3] / "configs" / "h100" / "2.5b_120b_top256_on_256.yaml"
 _STAGE, _GPU, _EXPONENTS = "pretrain", "h100-80g", [0.0, 0.8]
 _ONLY_STATIC = ("config", "stage", "gpu", "zipf")
 _ONLY_TIMED = ("shapes", "tokens", "rows", "dtypes", "kernels", "compile_naive")
