@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import select
+from kernels.common.tables import row_dtype
 from kernels.gather_sum import naive
 from kernels.implementations import KernelUnavailableError, describe
 from kernels.parity import parity_problems, selection_problems
@@ -139,7 +140,9 @@ def _contenders(
     # The same weights, whose gradient is PyTorch's.
     dense = torch.nn.Parameter(table.detach())
     num_sets = min(_MAX_ID_SETS, 2 + _COLD_BYTES // (tokens * reads * width * table.element_size()))
-    id_sets = draw_ids(shape.rows, num_sets * tokens, reads, spread, device).view(num_sets, tokens, reads)
+    ids = draw_ids(shape.rows, num_sets * tokens, reads, spread, device)
+    # In as many bits as banks have them.
+    id_sets = ids.to(row_dtype(shape.rows)).view(num_sets, tokens, reads)
     # Each call reads other rows; and a new tensor of ids, so that no order of an earlier call is kept.
     next_ids = itertools.cycle(id_sets.unbind()).__next__
     coef, one_coef, x = normal(tokens, reads, _GROUPS), normal(tokens, reads), normal(tokens, width)
