@@ -81,6 +81,7 @@ SPLITS = (
     Split("rows, to owners", 0, to_owners=True),
     Split("both, 2 of rows", 2),
     Split("both, 4 of rows", 4),
+    Split("both, 2 of rows, masked", 2, masked=True),
     Split("both, 4 of rows, masked", 4, masked=True),
     Split("both, 4 of rows, to owners", 4, to_owners=True),
 )
