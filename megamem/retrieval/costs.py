@@ -6,6 +6,7 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
+from kernels.common.device_bytes import SECTOR_BYTES
 from kernels.common.tiles import scratch_capacity
 from megamem.layer_costs import LayerCosts
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
@@ -117,10 +118,10 @@ def scores_summed_by_key(entries: int, keys: int, rank: int = 1) -> int:
 
 def _gathered(entries: int, keys: int, rank: int) -> int:
     """Bytes of the sectors that hold the R scores of each entry, or of all scores."""
-    return min(_SECTOR * rank * entries, _SCORE * keys)
+    return min(SECTOR_BYTES * rank * entries, _SCORE * keys)
 
 
-_PRODUCT, _SCORE, _ID, _SECTOR = 2, 4, 8, 32
+_PRODUCT, _SCORE, _ID = 2, 4, 8
 SOFTMAX = 3 * _SCORE + 2 * _SCORE
 """Bytes per entry of the sum of its two scores, and their softmax."""
 SOFTMAX_BACK = 3 * _SCORE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from kernels.common.device_bytes import SORTED_IN_PLACE, radix_sort_bytes
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, symmetric
 from megamem.families.family import Family
@@ -26,7 +27,7 @@ def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
         key_flops=2.0 * weights,
         selection_bytes=4 * scores + 8 * entries,
         # Widened, and sorted: by the blocks that hold a short list, else in four passes of scores and places.
-        selection_moved=(6 + (16 if memory.num_rows <= 4096 else 8 + 4 + 4 * 2 * 12)) * scores
+        selection_moved=(6 + (16 if memory.num_rows <= SORTED_IN_PLACE else 8 + radix_sort_bytes(4, 8, 4))) * scores
         + 16 * entries
         + gathered_scores(entries, scores)
         + 8 * entries,

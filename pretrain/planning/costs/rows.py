@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
@@ -26,11 +27,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Stage
 
-GRANULE_BYTES = 64
-"""Bytes that DRAM of a GPU moves at the least."""
-_SORT_BYTES = 4 + 4 * 24
-"""Bytes per entry of a sort by row (`kernels.segment_accumulate`): ids of 32 bits, read once for a histogram, and four
-passes that read and write them with their 64-bit places."""
+_SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
+"""Bytes per entry of a sort by row (`kernels.segment_accumulate`): of ids of 32 bits, with their 64-bit places."""
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
 CACHED_BYTES = 25e6
@@ -38,8 +36,6 @@ CACHED_BYTES = 25e6
 BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
 """Entries of the busiest of R parts of the rows, over their mean, with reads by Zipf's law with 0.8, as the keyed shuffle
 spreads them (`python -m tools.maintenance.bank_splits balance`)."""
-SECTOR_BYTES = 32
-"""Bytes that a read of one coefficient, in the order of rows, moves into the cache."""
 
 
 @dataclass(frozen=True)

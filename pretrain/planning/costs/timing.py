@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from kernels.common.device_bytes import radix_sort_bytes
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
@@ -28,8 +29,6 @@ from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
-
-_NUMBER = 8
 
 
 class TimePart(StrEnum):
@@ -201,7 +200,7 @@ def selection_bytes(stage: Stage, tokens: int, forward: float, backward: float) 
     own = stage.memory
     # A radix sort of gradients with their places, of 8 bytes each, passes by once per byte of the largest number.
     num_passes = -(-(tokens * own.sorted_keys // max(1, stage.blocks.memories)).bit_length() // 8)
-    back = own.selection_moved_back + own.sorted_scores * (_NUMBER + num_passes * 2 * 2 * _NUMBER)
+    back = own.selection_moved_back + own.sorted_scores * radix_sort_bytes(8, 8, num_passes)
     return tokens * (forward * own.selection_moved + backward * back)
 
 

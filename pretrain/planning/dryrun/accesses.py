@@ -29,6 +29,12 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_non_blocking(copy: Any, args: Any, kwargs: Any) -> bool:
+    """True of a copy that its caller does not wait for."""
+    position = 2 if copy is _aten.copy_.default else len(args)
+    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
+
+
 def accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that an operation reads, and those that it writes."""
     ways, is_new = _ways(func)

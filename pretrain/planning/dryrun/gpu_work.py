@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.common.device_bytes import SORTED_IN_PLACE
 from pretrain.planning.dryrun.gpu import is_on_device
 
 # Compiled kernels, and the interpreted ones of tests.
@@ -28,8 +29,6 @@ _LAUNCHERS = ("triton.runtime.jit.JITFunction.run", "triton.runtime.interpreter.
 _aten = torch.ops.aten
 _INDEX = 8
 _SUM = 4
-SORTED_IN_PLACE = 4096
-"""Length of rows up to which they are sorted where they are, by one block each."""
 _FULL_SORT_SEGMENTS = 128
 _ROW_PER_GRID = 1_000_000
 _EMBEDDED_WITHOUT_SORT = 3072

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from pretrain.planning.dryrun.accesses import is_non_blocking
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, becomes_pinned, is_on_device
 from pretrain.planning.dryrun.lines import Place, calling_line
 
@@ -88,7 +89,7 @@ class HostTraffic(TorchDispatchMode):
         tensors = [arg for arg in tree_iter((args, kwargs)) if isinstance(arg, Tensor)]
         name = func._schema.name.removeprefix("aten::")
         if func in _COPIES:
-            self._copy(func, *_ends(func, args, kwargs), non_blocking=_non_blocking(func, args, kwargs))
+            self._copy(func, *_ends(func, args, kwargs), non_blocking=is_non_blocking(func, args, kwargs))
         elif func is torch.ops.aten._local_scalar_dense.default:
             if is_on_device(tensors[0]):
                 self._found(Traffic.READ, "item", tensors[0].element_size())
@@ -145,11 +146,6 @@ def _ends(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, bool, Tensor | Non
         return args[1], is_on_device(args[0]), args[0]
     device = kwargs.get("device")
     return args[0], is_on_device(args[0]) if device is None else torch.device(device).type == DEVICE.type, None
-
-
-def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
-    position = 2 if func is _aten.copy_.default else len(args)
-    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
 
 
 def _is_mixed(func: Any, tensors: list[Tensor]) -> bool:

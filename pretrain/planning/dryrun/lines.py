@@ -56,7 +56,10 @@ def calling_line() -> Place:
 
 @cache
 def our_path(file: str) -> str | None:
-    """Path of a source file from the root of the repository, or of the folder that our packages are installed in; None: not ours."""
+    """Path of a source file from the root of the repository, or of the folder that our packages are installed in.
+
+    None: the file is not ours.
+    """
     path = Path(file)
     if not path.is_relative_to(_ROOT):
         return None

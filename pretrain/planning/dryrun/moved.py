@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.planning.costs.rows import SECTOR_BYTES
+from kernels.common.device_bytes import SECTOR_BYTES, SORTED_IN_PLACE, radix_sort_bytes
 from pretrain.planning.dryrun.accesses import ROOM, accesses
 from pretrain.planning.dryrun.gpu import is_on_device
-from pretrain.planning.dryrun.gpu_work import SORTED_IN_PLACE
 from pretrain.planning.dryrun.lines import BACKWARD, Lines, Place
 
 _aten = torch.ops.aten
@@ -91,15 +90,10 @@ def _accumulated(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     per_index = (
         sum(map(_bytes, indices)) // indices[0].numel()
         + 2 * _INDEX
-        + sort_bytes(_INDEX, _INDEX, num_passes)
+        + radix_sort_bytes(_INDEX, _INDEX, num_passes)
         + 2 * _INDEX
     )
     return indices[0].numel() * per_index + values.nbytes + 2 * values.numel() * target.element_size()
-
-
-def sort_bytes(key: int, value: int, num_passes: int) -> int:
-    """Bytes per element of CUB's radix sort of pairs: one read of the keys for a histogram, and passes over both."""
-    return key + num_passes * 2 * (key + value)
 
 
 def _sorted(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
@@ -107,7 +101,7 @@ def _sorted(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     (keys,) = reads
     if keys.dim() > 1 and keys.shape[-1] <= SORTED_IN_PLACE:
         return _whole(reads, writes)
-    return keys.numel() * (_INDEX + sort_bytes(keys.element_size(), _INDEX, keys.element_size()))
+    return keys.numel() * (_INDEX + radix_sort_bytes(keys.element_size(), _INDEX, keys.element_size()))
 
 
 def _collected(*others: str) -> Callable[[Mapping[str, Any]], int]:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, storage_of
+from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, is_non_blocking, storage_of
 from pretrain.planning.dryrun.gpu import StandInGpu, becomes_pinned, is_on_device
 from pretrain.planning.dryrun.lines import Lines, Place
 from pretrain.planning.dryrun.order import HOST, Block, Clock, Race
@@ -111,8 +111,7 @@ class OrderWatch(TorchDispatchMode):
         left to the stream.
         """
         on_host = next(one for one in (*reads, *writes) if not is_on_device(one))
-        position = 2 if func is _aten.copy_.default else len(args)
-        non_blocking = bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
+        non_blocking = is_non_blocking(func, args, kwargs)
         to_host = any(one is on_host for one in writes)
         pinned = self._gpu.is_pinned(on_host) or becomes_pinned(func, non_blocking=non_blocking, to_host=to_host)
         by_stream = is_on_device if not pinned else lambda _: True

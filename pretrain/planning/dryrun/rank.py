@@ -218,10 +218,7 @@ def _step_of(
                 report = replace(report, next_collectives=tuple(recorder.collectives))
             if gpu is None or watch is None:
                 return report
-            units = commands.units_of_passes(chunks, num_microbatches)
-            units["mixture"] *= 2 if train.recompute == "full" else 1
-            units["window"] = optimizer.num_windows
-            traffic = [CommandTraffic("training", watch.findings(), units)]
+            traffic = [_of_training(config, watch, chunks, optimizer, num_microbatches)]
             if all_commands:
                 traffic += [
                     commands.evaluation(config, chunks, groups, gpu, partial(_batch, config)),
@@ -229,6 +226,20 @@ def _step_of(
                     commands.restoring(chunks, optimizer, gpu),
                 ]
             return replace(report, traffic=tuple(traffic), races=() if order is None else order.races)
+
+
+def _of_training(
+    config: RunConfig,
+    watch: HostTraffic,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    num_microbatches: int,
+) -> CommandTraffic:
+    """Traffic of the step that was watched, with the units that its budget counts by."""
+    units = commands.units_of_passes(chunks, num_microbatches)
+    units["mixture"] *= 2 if config.train.recompute == "full" else 1
+    units["window"] = optimizer.num_windows
+    return CommandTraffic("training", watch.findings(), units)
 
 
 def _launched(recorder: Recorder, moved: MovedBytes | None, kernel: str, arguments: Mapping[str, Any]) -> None:

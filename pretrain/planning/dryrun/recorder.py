@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from pretrain.planning.dryrun.accesses import ROOM
 from pretrain.planning.dryrun.collectives import CallReader, Collective
 from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 writes |= self._see(tensor, (args, kwargs))
         # Room alone is no kernel.
-        if writes and func.overloadpacket not in _ROOM:
+        if writes and func.overloadpacket not in ROOM:
             self.count_kernel()
         return out
 
@@ -212,6 +213,3 @@ class Recorder(TorchDispatchMode):
         work = FakeWork().boxed()
         # All results of the schema but the last are tensors that were handed in to be written.
         return work if len(func._schema.returns) == 1 else (args[0], work)
-
-
-_ROOM = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}

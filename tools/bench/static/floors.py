@@ -50,8 +50,6 @@ GPUS = {
     "b200-192g": Gpu(100, 148, 1.86e9, 126 << 20, 227 << 10, 263.0, 479.0),
 }
 """By the names of `configs/hardware`."""
-SECTOR_BYTES, BURST_BYTES = 32, 64
-"""Bytes that a cache asks for at the least, and that device memory moves at the least."""
 
 
 def gpu_of(name: str) -> Gpu:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Division, stages_of
@@ -12,8 +13,6 @@ from pretrain.planning.costs.timing import step_time
 from pretrain.progress import Progress
 from tools.bench.static.builds import Build, build
 from tools.bench.static.floors import (
-    BURST_BYTES,
-    SECTOR_BYTES,
     Gpu,
     issue_s,
     latency_s,
@@ -119,7 +118,7 @@ def _code_row(call: Call, judged: Judged, gpu: Gpu) -> tuple[str, ...]:
 def _floors_s(call: Call, judged: Sequence[Judged], gpu: Gpu, hardware: Hardware) -> dict[str, float]:
     """Seconds of a call by each floor, its launches one after the other."""
     bandwidth = hardware.memory_bandwidth_gb_per_s * 1e9
-    small, large = (moved_bytes(call.accesses, granule, gpu) / bandwidth for granule in (SECTOR_BYTES, BURST_BYTES))
+    small, large = (moved_bytes(call.accesses, granule, gpu) / bandwidth for granule in (SECTOR_BYTES, GRANULE_BYTES))
     issue, near, far = (sum(floor) for floor in zip(*(each.floors_s(gpu) for each in judged), strict=True))
     return {"bytes/32": small, "bytes": large, "issue": issue, "latency": near, "to": far}
 

@@ -1,0 +1,15 @@
+"""Bytes that a GPU moves at the least, and for a sort. Imports no torch: plans count with it."""
+
+from __future__ import annotations
+
+SECTOR_BYTES = 32
+"""Bytes that a cache asks for at a time: a random read of one number moves as many."""
+GRANULE_BYTES = 64
+"""Bytes that device memory moves at a time."""
+SORTED_IN_PLACE = 4096
+"""Length of rows up to which PyTorch sorts them where they are, by one block each."""
+
+
+def radix_sort_bytes(key: int, value: int, num_passes: int) -> int:
+    """Bytes per element of CUB's radix sort of pairs: one read of the keys for a histogram, and passes over both."""
+    return key + num_passes * 2 * (key + value)
