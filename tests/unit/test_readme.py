@@ -114,6 +114,21 @@ def test_linked_files_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives to a page's headings: lower case, without punctuation, with a dash for each space."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_headings_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    headings = {path: anchors(page.parent / path if path else page) for path, _ in links}
+    assert links or page.name not in {"architecture.md", "decisions.md"}
+    assert [f"{path}#{heading}" for path, heading in links if heading not in headings[path]] == []
+
+
 def test_there_are_links_to_check() -> None:
     assert "](docs/" in README
 
