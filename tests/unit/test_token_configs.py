@@ -27,8 +27,8 @@ def test_the_page_has_all_of_them() -> None:
     shipped = {path for kind in ("move", "lave") for path in (REPOSITORY / "configs" / kind).glob("d*.yaml")}
     assert {REPOSITORY / path for path, *_ in ROWS} == shipped
     # D12, D20 and D32, of attention's values and over latents, of which D32's are not printed.
-    assert len(ROWS) == (9 + 6) + (6 + 6 + 4) + 6
-    assert [path for path, *_, printed, _ in ROWS if not printed] == ["configs/move/d32_mla_x1.yaml"] * 6
+    assert len(ROWS) == (9 + 6) + (6 + 6 + 4) + 1
+    assert [path for path, *_, printed, _ in ROWS if not printed] == ["configs/move/d32_mla_x1.yaml"]
 
 
 @pytest.mark.parametrize(("depth", "computed", "printed"), [(12, "172.36", "172"), (20, "499.35", "499")])
