@@ -144,8 +144,7 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
 
 def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
     yield [
-        "GPUs", "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB",
-        "exchange exposed, s", "gathers and ids, s",
+        "GPUs", "G", "layout", "GB", "tables' state, GB", "exchange exposed, s", "gathers and ids, s",
         "table gradients, s", "tables' reductions exposed, s", "s per step",
     ]  # fmt: skip
     for plan in plans:
@@ -155,7 +154,6 @@ def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row
                 continue
             # They are in order of their times.
             best = of_group[0]
-            near, far = best.time.sent[best.time.slowest_stage].exchange
             parts = best.time.by_part
             yield [
                 f"{plan.num_gpus}",
@@ -163,8 +161,6 @@ def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row
                 _layout(best, plan.num_gpus, group=False),
                 f"{best.peak_bytes / 1e9:.1f}",
                 f"{_tables(best) / 1e9:.1f}",
-                f"{near / 1e9:.1f}",
-                f"{far / 1e9:.1f}",
                 f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
                 f"{parts[TimePart.MEMORY_GATHERS] + parts[TimePart.MEMORY_IDS]:.2f}",
                 f"{parts[TimePart.MEMORY_GRADIENTS]:.2f}",
