@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.refusals import check_can_write
 from pretrain.errors import ConfigError
+
+_LINE = 120
+"""Characters of a line of prose in `docs/`."""
 
 
 @dataclass(frozen=True)
@@ -57,4 +61,16 @@ class Page:
         after = rest.partition(end)[2]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.plot.write_text(svg, encoding="utf-8")
-        self.path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+        self.path.write_text(f"{before}{begin}\n{wrapped(text)}{end}{after}", encoding="utf-8")
+
+
+def wrapped(markdown: str) -> str:
+    """Text with every line of prose wrapped at 120 characters; rows of tables and blocks of code stay as they are."""
+    lines: list[str] = []
+    in_code = False
+    for line in markdown.split("\n"):
+        fence = line.startswith("```")
+        in_code ^= fence
+        is_prose = len(line) > _LINE and not (in_code or fence or line.startswith("|"))
+        lines += textwrap.wrap(line, _LINE, break_long_words=False, break_on_hyphens=False) if is_prose else [line]
+    return "\n".join(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import ConfigError
-from tools.pages import Page
+from tools.pages import Page, wrapped
 
 
 def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:
@@ -31,3 +31,10 @@ def test_a_page_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
         Page(page, "recall").check()
     with pytest.raises(ConfigError, match="markdown"):
         Page(tmp_path / "plot.svg", "recall").check()
+
+
+def test_prose_alone_is_wrapped() -> None:
+    row, command = f"| {'a ' * 80}|", f"megamem {'b ' * 80}"
+    prose = "word " * 30 + "last"
+    text = wrapped(f"{prose}\n\n{row}\n```\n{command}\n```\nshort\n")
+    assert text == f"{'word ' * 23}word\n{'word ' * 6}last\n\n{row}\n```\n{command}\n```\nshort\n"
