@@ -188,7 +188,7 @@ def build_parser() -> SuggestingParser:
     study = add_command(
         subparsers,
         "study",
-        "models compared, timed, questioned and looked into: `megamem study --help` lists what there is",
+        "compare, time and analyse models: `megamem study --help` lists the studies",
         "`megamem study STUDY --help` explains a study.",
         "Studies of models. Training needs none of them.",
     )

@@ -91,8 +91,7 @@ def add_parser(subparsers: Any) -> None:
     check.add_argument(
         "--elsewhere",
         action="store_true",
-        help="leave out what this machine decides: its data, folders and memory, and the number of ranks unless --ranks "
-        "says it",
+        help="leave out checks of this machine: data, folders, memory, and the number of ranks unless --ranks gives it",
     )
     check.add_argument(
         "--gpu-memory",
@@ -130,7 +129,7 @@ def _add_width_parser(actions: Any) -> None:
         choices=("flops", "active", "core"),
         default="flops",
         help="what is to be equal: forward FLOPs per token at the sequence length of CONFIG (default), active "
-        "parameters, or of those all but embeddings and values read, as the paper counts its larger models",
+        "parameters, or active parameters without embeddings and values read, as the paper counts its larger models",
     )
     width.add_argument(
         "--multiple", type=int, default=64, metavar="M", help="round to a multiple of M, and of parallel.tensor (64)"

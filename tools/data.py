@@ -44,8 +44,8 @@ examples:
   megamem data prepare corpus/train --validation corpus/held-out --output data/mine
 
 The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a
-preparation that is killed leaves nothing that opens. The same command then goes on where it was, but for the last half
-a minute. Asking for the same data set again does nothing.
+preparation that is killed leaves nothing that opens. The same command then continues, and repeats at most half a
+minute of work. Asking for the same data set again does nothing.
 """
 
 _TOKENIZER_EPILOG = """\
@@ -75,8 +75,8 @@ examples:
   megamem data synthetic data/stdlib --output data/stdlib-synthetic
   megamem data synthetic data/stdlib --output data/retrieval --tasks needle,kv --lengths 256,1024 --documents 8000
 
-Documents of the tasks that `megamem probe` asks, in the filler and with the tokenizer of a prepared data set, to be
-blended with it. Names that are asked for are in none of them.
+Documents of the tasks that `megamem study probe` asks, in the text and with the tokenizer of a prepared data set, to
+be blended with it. None of them holds a name that `megamem study probe` asks for.
 """
 
 _INSPECT_EPILOG = """\
@@ -127,7 +127,7 @@ def _add_prepare(commands: Any) -> None:
         metavar="KEY",
         help="JSON lines are pairs: this field is the prompt, whose tokens are read and not scored",
     )
-    parser.add_argument("--answer-field", metavar="KEY", help="and this field its answer, which is scored")
+    parser.add_argument("--answer-field", metavar="KEY", help="this field is the answer, which is scored")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--tokenizer",
@@ -224,9 +224,13 @@ def _add_verify(commands: Any) -> None:
 
 def _add_synthetic(commands: Any) -> None:
     parser = add_command(commands, "synthetic", "documents that reward looking back, to train on", _SYNTHETIC_EPILOG)
-    parser.add_argument("source", type=Path, metavar="DIR", help="prepared data set whose training documents fill")
+    parser.add_argument(
+        "source", type=Path, metavar="DIR", help="prepared data set, whose training documents fill the text"
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
-    parser.add_argument("--tasks", default=",".join(TASKS), metavar="T,T", help="of `megamem probe` (default: all)")
+    parser.add_argument(
+        "--tasks", default=",".join(TASKS), metavar="T,T", help="tasks of `megamem study probe` (default: all)"
+    )
     parser.add_argument(
         "--lengths", default="256,512,1024", metavar="N,N", help="tokens of a document, about (default: 256,512,1024)"
     )

@@ -34,8 +34,8 @@ examples:
   megamem doctor configs/quickstart.yaml
   megamem doctor configs/ultramemv2/227m_1.2b.yaml --ranks 8
 
-`lacks` is needed and not there, and makes the exit code 2; `note` is worth a look. With a configuration, it is also
-said whether that can run here, and what keeps it from it.
+`lacks` marks what is needed and missing, and makes the exit code 2; `note` marks what is worth a look. With a
+configuration, doctor also says whether that can run here, and what prevents it.
 """
 
 _FOR = {

@@ -36,17 +36,16 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "dryrun",
-        "one rank of a run of any size, without its memory or its peers",
+        "count bytes and messages of one rank of a run of any size, without GPUs",
         _EPILOG,
-        "Build the real rank of the real model and take one optimizer step on tensors without data, in a world of N "
-        "ranks of which only this one is there: on one CPU core, whatever the model. Prints bytes held and at the "
-        "peak, by part, and every collective's calls and bytes.",
+        "Build one rank of a run of N ranks and take one optimizer step on tensors without data, on one CPU core, "
+        "whatever the model. Prints bytes held and at the peak, by part, and every collective's calls and bytes.",
     )
     add_config(parser)
     add_stage(parser)
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, default=0, metavar="R", help="whose place to take (default: 0)")
+    which.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to build (default: 0)")
     which.add_argument(
         "--all-ranks", action="store_true", help="every rank, one after the other, and whether their calls match"
     )
@@ -59,8 +58,8 @@ def add_parser(subparsers: Any) -> None:
         "--as-gpu",
         action="store_true",
         help="take a GPU's branches, and print what passes between host and GPU in a step, an evaluation, a save, a "
-        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed, or if accesses have "
-        "no order on its streams",
+        "restore and a generated text, with the lines it comes through; exits with 2 if that is more than is allowed, or "
+        "if accesses have no order on the GPU's streams",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run_dryrun)

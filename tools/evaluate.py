@@ -32,15 +32,15 @@ examples:
   megamem eval runs/quickstart model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 train.sequence_length=1024
 
 Every held-out token is predicted once; tokens that end a document count in the loss and have no bytes. gzip and xz
-compress the same documents, one after the other. The ranks are data-parallel, whatever layout the model was trained on,
-or with --own-layout have that one (for models that do not fit). Of the configuration that the checkpoint holds, the
-keys under data, evaluation.datasets, train.sequence_length, train.micro_batch_size, train.kernels and how rotary
-positions are computed (model.rotary_base, model.rotary_scaling) can be overridden. With several data sets there is a
-line for each domain: the name of its entry, or the end of its path.
+compress the same documents, one after the other. The ranks are data-parallel, whatever layout the model was trained
+on; with --own-layout they have that layout (for models that do not fit). Overrides may set the keys under data,
+evaluation.datasets, train.sequence_length, train.micro_batch_size, train.kernels, model.rotary_base and
+model.rotary_scaling; all other keys are the checkpoint's. With several data sets there is a line for each domain: the
+name of its entry, or the end of its path.
 
 --tables is for memories whose rows the token addresses (docs/token-tables.md). A form is full (as they are), int8, int4
 (a scale per row), rank:R (factors of rank R) or cut:P (of the rank that is left when P percent are cut off), or a folder
-that `megamem tables` made. The first one is what the others are set against.
+that `megamem tables` made. The first form is the reference.
 """
 
 _OVERRIDABLE = (
@@ -63,7 +63,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="what to do otherwise, see below")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="override a key of the run, see below"
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )

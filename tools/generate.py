@@ -38,8 +38,8 @@ examples:
   megamem generate runs/large --prompt 'import os' --nproc 8
   megamem generate runs/tide --prompt 'import os' --tables runs/tide-int4
 
---tables is for memories whose rows the token addresses (docs/token-tables.md): a folder that `megamem tables` made, from
-whose files rows come as they are read, or a form (full, int8, int4, rank:R, cut:P) that is made in host memory.
+--tables is for memories whose rows the token addresses (docs/token-tables.md): a folder that `megamem tables` made,
+whose rows are read from its files, or a form (full, int8, int4, rank:R, cut:P) that is made in host memory.
 """
 
 
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds `generate` to the commands of `megamem`."""
     parser = subparsers.add_parser(
         "generate",
-        help="text from a trained model",
+        help="continue a prompt with a trained model",
         description="Continue a prompt with a run's newest checkpoint, and print the text as it comes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,14 +62,18 @@ def add_parser(subparsers: Any) -> None:
         "--max-tokens", type=int, default=200, metavar="N", help="the most tokens to generate (default: 200)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="temperature of sampling; 0 takes the likeliest token (default: 0.8)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
         metavar="P",
-        help="sample from the likeliest tokens of this probability (default: 0.95)",
+        help="sample from the likeliest tokens whose probabilities add up to P (default: 0.95)",
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (default: from all)")
     parser.add_argument(
@@ -83,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of the sampling; further samples have the next ones (default: 1)",
+        help="seed of sampling; further samples take the next seeds (default: 1)",
     )
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
@@ -96,7 +100,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--expand-values",
         action="store_true",
-        help="keep every head's own values of all rows, of memories whose heads expand what they read (docs/upscale.md)",
+        help="compute every head's own values of all rows once, for memories whose heads expand rows (docs/upscale.md)",
     )
     parser.add_argument("--tables", metavar="DIR", help="read the memory's tables from here, see below")
     add_nproc(parser, "1", what="ranks to start here, over which the memory tables are split", default=1)

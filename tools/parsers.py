@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Any
+
+_LINE = 119
+"""Characters of a line of a description, as of an epilog's."""
 
 
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, description: str | None = None
 ) -> argparse.ArgumentParser:
     """A command whose epilog keeps its lines; without a description, the summary is one."""
+    described = description or f"{summary[0].upper()}{summary[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
-        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        description=textwrap.fill(described, _LINE, break_on_hyphens=False),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds `plot` to the commands of `megamem`."""
     parser = subparsers.add_parser(
         "plot",
-        help="a picture of runs: losses, and how their memory is read",
+        help="draw the losses of runs, and how their memory is read",
         description="Draw the losses of runs, and how the memory of the first one is read.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,9 +27,9 @@ examples:
   megamem replay runs/quickstart parallel.tensor=2 parallel.pipeline=2
   megamem replay runs/quickstart --step 600 train.kernels=naive --nproc 2
 
-The run's folder stays as it is; what the replay needs of its own goes into RUN/replay, and no checkpoint is written.
-Layouts round differently, so losses agree to about 1e-6. Where two candidates of a retrieval are closer than that,
-another one is read, and from that step on the losses differ a little more.
+The replay writes into RUN/replay alone, and no checkpoint. Layouts round differently, so losses agree to about 1e-6.
+Where two candidates of a retrieval are closer than that, another one is read, and from that step on the losses differ
+a little more.
 """
 
 
@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="take a run's last steps again, on another layout, and compare the losses",
-        description="Go on from a checkpoint of a run, with other settings, through steps that the run has taken "
-        "already, and print both losses of every step.",
+        description="Take a run's last steps again from one of its checkpoints, with other settings, and print both losses "
+        "of every step.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

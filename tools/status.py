@@ -33,11 +33,11 @@ examples:
   megamem status runs/mine --attempts
 
 A folder that is no run stands for all runs below it. States: running; silent (its owner is on another machine and has
-not beaten for a minute); queued (its Slurm job waits); starting (it runs, its ranks do not yet train); ending (they do
-no longer); finished; stopped (as it was asked to, with a checkpoint); cancelled; failed (with an error); killed (the
-process is gone and did not say that it ended); unknown (a run of an older version). Of a run that was submitted, its
-job and what follows from its last attempt are shown too. Nothing is written. Of the metrics only the last 2 MiB are
-read: an evaluation from before them is not shown.
+given no sign for a minute); queued (its Slurm job waits); starting (the job runs, its ranks do not train yet); ending
+(its ranks train no longer); finished; stopped (as it was asked to, with a checkpoint); cancelled; failed (with an
+error); killed (the process is gone without an end record); unknown (a run of an older version). A submitted run also
+shows its job and what follows its last attempt. Only the last 2 MiB of the metrics are read, so an older evaluation is
+not shown. Nothing is written.
 """
 
 TAIL_BYTES = 2 << 20
@@ -80,7 +80,7 @@ class Line:
 
 def add_parser(subparsers: Any) -> None:
     """Adds `status` to the commands of `megamem`."""
-    parser = add_command(subparsers, "status", "how far runs are, and which of them are running", _EPILOG)
+    parser = add_command(subparsers, "status", "show how far runs are, and which of them are running", _EPILOG)
     parser.add_argument(
         "runs",
         metavar="RUN",
@@ -92,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--attempts",
         action="store_true",
-        help="of runs on a Slurm cluster: how long every attempt waited and took to start, and which steps it lost",
+        help="show, for runs on a Slurm cluster, how long every attempt waited and took to start, and which steps it lost",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per run, or per attempt")
     parser.set_defaults(func=run_status)

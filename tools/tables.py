@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "tables",
-        "token tables for inference: in fewer bits, as factors, in files that rows come from",
+        "write token tables for inference: in fewer bits, as factors, in files",
         _EPILOG,
         "Write the token tables of a run's newest checkpoint in another form.",
     )

@@ -43,9 +43,10 @@ examples:
   megamem train continued.yaml --from runs/mine --run-dir runs/continued
   torchrun --nproc-per-node 8 -m megamem train CONFIG
 
-The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
-on from there as if it had never stopped (bit for bit on CPUs, and on GPUs with train.deterministic=true); the layout may
-differ. A run of several stages goes from one to the next by itself. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves and exits with 75: run the same command again.
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run
+goes on from there as if it had never stopped (bit for bit on CPUs, and on GPUs with train.deterministic=true); the
+layout may differ. A run of several stages goes from one to the next by itself. Ctrl-C, SIGTERM or SIGUSR1 ends the
+step, saves and exits with 75: run the same command again.
 """
 
 

@@ -50,13 +50,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="key=value",
         nargs="*",
         default=[],
-        help="the memory that is inserted, as in model.memory.kind=midus; and the seed that it is drawn with",
+        help="keys of the inserted memory, as in model.memory.kind=midus, and the seed of its weights",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="the grown model's run folder, to make"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
-    parser.add_argument("--blocks", type=positive, required=True, metavar="D", help="how many are inserted")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    parser.add_argument("--blocks", type=positive, required=True, metavar="D", help="blocks to insert")
     parser.add_argument(
         "--insert",
         choices=METHODS,
@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
         type=size_in_bytes,
         default="4GiB",
         metavar="SIZE",
-        help="of tensors in a file, about (default: %(default)s)",
+        help="bytes of tensors per file, about (default: %(default)s)",
     )
     add_workers(parser)
     parser.set_defaults(func=run)

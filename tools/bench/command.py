@@ -53,8 +53,8 @@ examples:
   megamem study bench tables --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
-apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
-for attention across cut sequences (parallel.context, but for Transformer Engine's), per optimizer step.
+apply to each. Ratios are to the first line. Sent bytes are those of a rank per optimizer step, by lookups in split tables
+(parallel.memory) and by attention across cut sequences (parallel.context, but for Transformer Engine's).
 """
 _STEP_EPILOG = """\
 examples:
@@ -69,8 +69,8 @@ examples:
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 64 --gpu mine.yaml
 
 Measures copies, products of matrices, gathers, launches, and all-to-all and all-reduce between the ranks of one node:
-products and gathers in bf16 on GPUs, in fp32 on CPUs, which is what runs there compute in.
-What it cannot see from there (the network between nodes, the link to the host) is that of --like.
+products and gathers in bf16 on GPUs, in fp32 on CPUs, as runs there compute. Figures that one node cannot show (the
+network between nodes, the link to the host) are those of --like.
 """
 _KERNELS_EPILOG = """\
 examples:
@@ -156,7 +156,7 @@ def _add_hardware_parser(subparsers: Any) -> None:
         "bench hardware",
         "figures of this machine for megamem plan",
         _HARDWARE_EPILOG,
-        "Measure what megamem plan wants to know of a machine, and write it as YAML.",
+        "Measure the figures of a machine that megamem plan needs, and write them as YAML.",
     )
     parser.add_argument("--write", type=Path, required=True, metavar="FILE.yaml", help="where the figures go")
     parser.add_argument(

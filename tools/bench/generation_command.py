@@ -22,17 +22,18 @@ examples:
   megamem study bench generate configs/quickstart.yaml configs/quickstart_dense.yaml
   megamem study bench generate runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --prompts 16,128 --expand-values
 
-One text at a time with random weights, on one rank. Models take turns; overrides apply to each. What attention has seen is
-remembered, so a token costs a pass over it alone.
+One text at a time with random weights, on one rank. Models take turns; overrides apply to each. Attention keeps a
+cache, so a token costs a pass over it alone.
 """
 _TABLES_EPILOG = """\
 examples:
   megamem study bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
 
-Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in host
-memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per token is
-the same for every size. Before tokens are timed on the file, the system is asked to forget what it has cached of it. Sizes
-that do not fit into free memory are measured on disk alone. What is generated is held to the resident table, to the bit.
+Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in
+host memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per
+token is the same for every size. Before tokens are timed on the file, the system is asked to drop its cache of it.
+Sizes that do not fit into free memory are measured on disk alone. The generated tokens must be those of the resident
+table, to the bit.
 """
 
 
@@ -75,7 +76,7 @@ def _add_tables_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--dir", type=Path, required=True, metavar="DIR", help="folder on the disk to measure")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per figure (default: 128)")
-    parser.add_argument("--context", type=int, default=32, metavar="N", help="tokens that are looked at (default: 32)")
+    parser.add_argument("--context", type=int, default=32, metavar="N", help="tokens of context (default: 32)")
     add_vocabulary(parser)
     add_device(parser)
     parser.set_defaults(func=run_bench_tables)

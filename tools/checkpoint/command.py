@@ -29,8 +29,9 @@ examples:
   megamem checkpoint verify runs/quickstart
   megamem checkpoint verify runs/quickstart --step 320 --finite
 
-Reads everything, of a run all its checkpoints: every file is there with the contents that were written (by the hashes from then), every part of every
-tensor is where the index says, and all elements are there exactly once. Exit code 4 if anything is wrong.
+Reads all checkpoints of a run, or the one that is named. Every file must have the hash that it was written with, every
+part of every tensor must be where the index says, and every element must be there exactly once. Exit code 4 if
+anything is wrong.
 """
 
 _DIFF_EPILOG = """\
@@ -48,10 +49,10 @@ examples:
   megamem checkpoint convert runs/a exported --format huggingface --dtype bf16
   megamem checkpoint convert Llama-3.2-1B runs/llama
 
-SOURCE is of any of the formats, which is found out. One process, without GPUs, within --max-memory whatever the size of
-the tables. The result is written beside DESTINATION, read back and compared, and gets its name when it is equal; after a
-kill the same command goes on where it was. Checkpoints of runs fit every layout as they are: converting one to another
-layout packs it so that each rank of that layout reads little more than its own part.
+The format of SOURCE is detected. One process, without GPUs, within --max-memory whatever the size of the tables. The
+result is written beside DESTINATION, read back and compared, and gets its name when it is equal; after a kill the same
+command continues. Checkpoints of runs fit every layout as they are: converting one to another layout packs it so that
+each rank of that layout reads little more than its own part.
 """
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -125,13 +126,13 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (released)"
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of weights (default: as they are)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the written weights (default: as they are)")
     parser.add_argument(
         "--max-file-size",
         type=size_in_bytes,
         default="4GiB",
         metavar="SIZE",
-        help="of tensors in a file, about (default: %(default)s)",
+        help="bytes of tensors per file, about (default: %(default)s)",
     )
     add_workers(parser)
     parser.set_defaults(func=_run("convert"))
@@ -139,7 +140,7 @@ def _add_convert(commands: Any) -> None:
 
 def _add_path(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
     parser.add_argument(name, type=Path, metavar=name.upper(), help=help_text)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

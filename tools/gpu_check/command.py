@@ -38,11 +38,12 @@ examples:
   megamem gpu-check
   megamem gpu-check --output gpu.md --minutes 40
 
-First what only a GPU can tell: a training under PyTorch's CUDA sanitizer, this machine's bandwidths, seconds per part of a
-step as predicted and as measured, kernels beside a copy, bits of a run that is killed and resumed. Then short trainings on
-the CPU, on one GPU and on as many as there are, which must agree; tests and benchmarks. What needs more GPUs than there are, or a package that is missing, is skipped. Nothing is
-downloaded. The page is written after every check, so that a crash leaves what came before it; it says what to send us.
-Exit code: 0 if nothing differs, 1 if something does or has failed.
+The first checks need a GPU alone: a training under PyTorch's CUDA sanitizer, this machine's bandwidths, seconds per
+part of a step as predicted and as measured, kernels beside a copy, bits of a run that is killed and resumed. Then come
+short trainings on the CPU, on one GPU and on as many as there are, which must agree; then tests and benchmarks. Checks
+that need more GPUs than there are, or a missing package, are skipped. Nothing is downloaded. The page is written after
+every check, so that a crash leaves what came before it; it says what to send us. Exit code: 0 if nothing differs, 1 if
+something does or has failed.
 """
 
 
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "gpu-check",
-        "whether this machine's GPUs compute what a CPU does, and how fast",
+        "compare this machine's GPUs with its CPU, and time them",
         _EPILOG,
         "Train small models on this machine's GPUs and its CPU, compare, measure, and write one page about it.",
     )
@@ -59,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         "--output", type=Path, default=Path("gpu-check.md"), metavar="FILE", help="the page (default: gpu-check.md)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=20.0, metavar="M", help="start no check after so long (default: 20)"
+        "--minutes", type=float, default=20.0, metavar="M", help="start no new check after M minutes (default: 20)"
     )
     add_device(parser)
     parser.set_defaults(func=run_gpu_check)

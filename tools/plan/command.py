@@ -30,8 +30,8 @@ examples:
   megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g --count 3
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h200-141g --write 25b_8.yaml --plot 25b_8.svg
 
-docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose, and
---count those of the best, before one is recommended.
+docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose,
+and --count those of the best layouts before one is recommended.
 """
 
 _MOST_SKEW = 2.0
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "plan",
-        "which layout to reserve GPUs for",
+        "estimate memory and speed of every layout on N GPUs",
         _EPILOG,
         "Estimate memory per rank and time per step of every layout that a model can have on so many GPUs: tensor, "
         "pipeline, interleaving, memory group, microbatch, recomputation and offloaded tables (and context parallelism "
@@ -66,16 +66,16 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="count the bytes of K layouts by dry runs of their fullest stages, half a minute of one core each for the "
-        "largest models: of the recommended one, and of the fastest (default: 0)",
+        help="dry-run the fullest stages of K layouts and count their bytes: the recommended layout first, then the "
+        "fastest; half a minute of one core each for the largest models (default: 0)",
     )
     parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE.yaml", help="write the recommended as a configuration over CONFIG"
+        "--write", type=Path, metavar="FILE.yaml", help="write the recommended layout as a configuration over CONFIG"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the recommended: memory by part, and a step's time"
+        "--plot", type=Path, metavar="FILE", help="draw the recommended layout: memory by part, and a step's time"
     )
     parser.set_defaults(func=run_plan)
 

@@ -37,9 +37,10 @@ _EPILOG = """\
 examples:
   megamem study recall configs/compare/dense.yaml configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
 
-Every model is trained on documents that state so many facts, names with random values, over and over: as many tokens
-and steps as its configuration says, on its bytes. Then it is asked for the values. The run of a model and a number of
-facts is in DIR/NAME/facts_N, the documents in DIR/data/facts_N. Finished runs are kept and interrupted ones resumed.
+Every model is trained on documents that state so many facts (names with random values) again and again, for as many
+tokens and steps as its configuration says; bytes are its tokens. Then it is asked for the values. The run of a model
+and a number of facts is in DIR/NAME/facts_N, the documents in DIR/data/facts_N. Finished runs are kept and interrupted
+ones resumed.
 """
 
 

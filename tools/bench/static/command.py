@@ -32,7 +32,7 @@ def add_static_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure nothing, but read the machine code that Triton builds: needs no GPU",
     )
-    parser.add_argument("--gpu", metavar="NAME", help=f"with --static: as of megamem plan (default: {_GPU})")
+    parser.add_argument("--gpu", metavar="NAME", help=f"with --static: a GPU that megamem plan knows (default: {_GPU})")
     parser.add_argument(
         "--zipf",
         type=_exponents,

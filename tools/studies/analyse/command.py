@@ -31,15 +31,15 @@ examples:
   megamem study analyse frequency runs/dense runs/tide
   megamem study analyse frequency runs/large --own-layout --nproc 8
 
-The kinds of tokens that come in the training data, without those that have no letter or digit, are sorted by how often they
-come and cut into ten bins of equally many; of equally frequent ones the smaller id comes first. A held-out token counts for
-the bin that it is of itself. Runs must have the same tokenizer and training data; gains are over the first.
+The kinds of tokens that come in the training data, without those that have no letter or digit, are sorted by how often
+they come and cut into ten bins of equally many; among equally frequent ones the smaller id comes first. A held-out
+token counts in its own bin. Runs must have the same tokenizer and training data; gains are over the first.
 """
 _LAYERS_EPILOG = """\
 examples:
   megamem study analyse layer-drop runs/tide
 
-What one layer's memory adds is zero, and nothing else changes; then the next one's.
+One layer's memory adds nothing, and all else stays; then the next one's.
 """
 _ROUTING_EPILOG = """\
 examples:
@@ -54,7 +54,8 @@ examples:
   megamem study analyse collapse runs/tide --pairs their/there,1847/1851 --contexts 250
 
 Two tokens stand after the same held-out contexts: how far apart are their hidden states, after each block? Without --pairs,
-pairs of rare, middling and common tokens are drawn (bins 0-2, 3-6 and 7-9 of `megamem analyse frequency`), and of numbers.
+pairs of rare, middling and common tokens are drawn (bins 0-2, 3-6 and 7-9 of `megamem study analyse frequency`), and of
+numbers.
 """
 _HEADS_EPILOG = """\
 examples:
@@ -62,10 +63,10 @@ examples:
   megamem study analyse heads runs/grown --nll mean
   megamem study analyse heads runs/large --own-layout --nproc 8
 
-Of every head |sum over tokens of its output times the loss's gradient by it|, and the mean of that over held-out windows:
-how steeply the loss rises or falls when the head's output grows. In inserted blocks of memory a head's output is its query.
---nll says what a window's loss is, the sum over its predicted tokens or their mean; of data of prompts and answers those are
-the answers' tokens. Both are in the file of figures.
+A head's importance is |sum over tokens of its output times the loss's gradient with respect to it|, averaged over
+held-out windows: how steeply the loss rises or falls when the head's output grows. In inserted blocks of memory a
+head's output is its query. The loss of a window is the sum (--nll sum) or the mean (--nll mean) over its predicted
+tokens; for prompts and answers these are the answers' tokens. The file of figures has both.
 """
 
 
@@ -76,10 +77,15 @@ def add_parser(subparsers: Any) -> None:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add(commands, "frequency", "losses by how often a token comes in training", _FREQUENCY_EPILOG, own_layout=True)
-    _add(commands, "layer-drop", "what each layer's memory is worth", _LAYERS_EPILOG, own_layout=True)
+    _add(commands, "layer-drop", "the loss with each layer's memory left out", _LAYERS_EPILOG, own_layout=True)
     _add(commands, "routing", "how slots are weighed, by layer and by frequency", _ROUTING_EPILOG)
-    heads = _add(commands, "heads", "how much the loss hangs on each head", _HEADS_EPILOG, own_layout=True)
-    heads.add_argument("--nll", choices=("sum", "mean"), default="sum", help="over a window's tokens (default: sum)")
+    heads = _add(commands, "heads", "how much the loss depends on each head", _HEADS_EPILOG, own_layout=True)
+    heads.add_argument(
+        "--nll",
+        choices=("sum", "mean"),
+        default="sum",
+        help="loss of a window: sum or mean over its tokens (default: sum)",
+    )
     collapse = _add(commands, "collapse", "how far apart two tokens' hidden states are", _COLLAPSE_EPILOG)
     collapse.add_argument("--pairs", metavar="U/V,U/V", help="words to compare, one token each (default: drawn)")
     collapse.add_argument(
@@ -89,14 +95,14 @@ def add_parser(subparsers: Any) -> None:
     collapse.add_argument(
         "--context-tokens", type=_count, default=16, metavar="N", help="tokens of a context (default: 16)"
     )
-    collapse.add_argument("--seed", type=int, default=1, metavar="N", help="of the drawn pairs (default: 1)")
+    collapse.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the drawn pairs (default: 1)")
 
 
 def _add(commands: Any, name: str, summary: str, epilog: str, *, own_layout: bool = False) -> argparse.ArgumentParser:
     parser = add_command(commands, name, summary, epilog)
     several = name in ("frequency", "collapse", "heads")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+" if several else 1, help="a run's folder")
-    parser.add_argument("--name", default=name, help=f"of the files in the run's folder (default: {name})")
+    parser.add_argument("--name", default=name, help=f"name of the files in the run's folder (default: {name})")
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )

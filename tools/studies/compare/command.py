@@ -37,8 +37,8 @@ examples:
 Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
 tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a
 model and a seed is in DIR/NAME/seed_N, a run folder as `megamem train` makes it. Finished runs are kept and interrupted
-ones resumed: after Ctrl-C, run the same command again. The report is written after every run. A file named base.yaml is
-what others build on, and is left out. Overrides hold for all models.
+ones resumed: after Ctrl-C, run the same command again. The report is written after every run. A file named base.yaml,
+on which others build, is left out. Overrides hold for all models.
 
 With --tune, every model first gets the same number of shorter trials (DIR/NAME/trial_N) with a seed of their own: the
 keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
@@ -55,8 +55,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="train models on the same tokens, tuned alike, and report them side by side",
-        description="Train each configuration with each seed on the same tokens, and write a table and a plot of what "
-        "came out.",
+        description="Train each configuration with each seed on the same tokens, and write a table and a plot of the "
+        "results.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,9 +64,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
     )
-    parser.add_argument("--tune", type=Path, metavar="FILE", help="choose each model's settings first: what to try")
     parser.add_argument(
-        "--grow", type=Path, metavar="FILE", help="grow the one CONFIG, trained, in the ways of this file"
+        "--tune", type=Path, metavar="FILE", help="first search each model's settings among the values of this file"
+    )
+    parser.add_argument(
+        "--grow", type=Path, metavar="FILE", help="train the one CONFIG, then grow it in the ways of this file"
     )
     add_folders(parser, "compare", "comparison")
     add_nproc(parser, "as `megamem train`")

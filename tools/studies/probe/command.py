@@ -33,7 +33,7 @@ examples:
 Texts of a given number of tokens are made of the run's own held-out documents, with statements in between, and end with
 a question about one of them: {", ".join(TASKS)}. An answer is exact if each of its tokens is
 the likeliest one, given the true ones before it; it is chosen if its mean log-likelihood per token is above that of every
-wrong answer. Everything follows from --seed, and from the same checkpoint: on any layout, to rounding.
+wrong answer. The texts follow from --seed; answers are the same on any layout, to rounding.
 
 Answers go to NAME.json in each run's folder, the picture to NAME.png in the first one's. `megamem data synthetic` makes
 documents of these tasks to train on: a small model learns to look back only if its data reward it.
@@ -45,12 +45,12 @@ _SHARES_OF_A_SEQUENCE = (4, 2, 1)
 
 def add_parser(subparsers: Any) -> None:
     """Adds `probe` to the commands of `megamem`."""
-    parser = add_command(subparsers, "probe", "what runs can use of long contexts, by length and depth", _EPILOG)
+    parser = add_command(subparsers, "probe", "ask runs about facts in long contexts, by length and depth", _EPILOG)
     parser.add_argument(
         "words",
         metavar="RUN",
         nargs="+",
-        help=f"run folders; and key=value for keys under {', '.join(_OVERRIDABLE)}, of all runs",
+        help=f"run folders; then key=value overrides for all runs, of keys under {', '.join(_OVERRIDABLE)}",
     )
     parser.add_argument("--tasks", default=",".join(TASKS), metavar="T,T", help="what to ask (default: all tasks)")
     parser.add_argument(
@@ -74,8 +74,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="wrong answers beside each right one, a text each; 0 asks for the right one alone (default: 3)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the texts (default: 1)")
-    parser.add_argument("--name", default="probe", help="of the files in the run folders (default: probe)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the texts (default: 1)")
+    parser.add_argument("--name", default="probe", help="name of the files in the run folders (default: probe)")
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
