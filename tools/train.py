@@ -188,7 +188,7 @@ def _headline(run: Run) -> str:
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
-    offload = run.optimizer.describe_offload()
+    updates = "".join(f"\n{text}" for text in run.optimizer.describe())
     kind = f"{model.memory.kind}, {count_in_millions(counts.tables)} in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
@@ -202,8 +202,7 @@ def _headline(run: Run) -> str:
         "active per token\n"
         f"{plural(run.groups.world_size, 'rank')} (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
         f"{run.groups.data_size}), {train.precision}, "
-        f"{plural(num_steps, 'step')} of {train.tokens_per_step:,} tokens{gpu}{kernels}"
-        + (f"\n{offload}" if offload else "")
+        f"{plural(num_steps, 'step')} of {train.tokens_per_step:,} tokens{gpu}{kernels}{updates}"
     )
 
 

@@ -1,13 +1,13 @@
 """Parameter groups, and Megatron's distributed optimizer over them.
 
 Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are
-empty.
+empty. Groups that another rule than AdamW updates are empty to Megatron (`pretrain.engine.update_rules`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from megamem.parameters import GroupName, group_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import TABLE_GROUPS
 from pretrain.engine.megatron import optimizer_config
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
-from pretrain.engine.value_offload import HostAdamW, HostShard, HostTables, host_adamw
+from pretrain.engine.update_rules import MakeRule, Share, UpdateRule
+from pretrain.engine.value_offload import HostTables, host_adamw
 from pretrain.engine.weight_gathering import start_gathering
 
 # Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
@@ -33,7 +35,6 @@ from pretrain.engine.weight_gathering import start_gathering
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
 UpdatesOf = Callable[[nn.Parameter], int]
-TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
 def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parameter]]:
@@ -52,15 +53,46 @@ def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parame
 
 
 class MemoryDistributedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints of its own.
+    """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints and other rules of its own.
 
     Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours
     apart. Here the run keeps the number of updates, the schedule sets hyper-parameters before every step, and a
     checkpoint holds tensors only, which are loaded in place.
+
+    Attributes:
+        rules: that update this rank's shares of the groups that have one.
     """
 
+    def __init__(self, *arguments: Any, make_rules: Mapping[str, MakeRule], **keywords: Any) -> None:
+        """See `DistributedOptimizer`.
+
+        Args:
+            make_rules: by name. A group whose `rule` is one of them is updated by it, and to Megatron it is empty; the
+                others have None.
+        """
+        super().__init__(*arguments, **keywords)
+        shares: dict[str, list[Share]] = {name: [] for name in make_rules}
+        if not self.is_stub_optimizer:
+            # PyTorch has made new groups of Megatron's: the schedule sets those.
+            for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True):
+                if _has_rule(ranges):
+                    shares[group["rule"]] += [self._share_of(parameter, group) for parameter in ranges["params"]]
+        # A rank of a stage without such parameters is asked for nothing.
+        self.rules = () if self.is_stub_optimizer else tuple(make(shares[name]) for name, make in make_rules.items())
+        self._ruled: dict[nn.Parameter, tuple[UpdateRule, Share]] = {
+            share.parameter: (rule, share) for rule in self.rules for share in rule.shares
+        }
+
+    @classmethod
+    def _build_model_and_main_param_groups(
+        cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
+    ) -> Any:
+        """Megatron's main weights for the groups without a rule; empty lists for the others."""
+        its_own = [{**ranges, "params": []} if _has_rule(ranges) else ranges for ranges in opt_group_ranges]
+        return super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, its_own, config)
+
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
-        """Entries `optimizer.state.<param | exp_avg | exp_avg_sq>.<parameter>` for this rank's share.
+        """Entries `optimizer.state.<param, or what the update keeps>.<parameter>` for this rank's share.
 
         They are views of the state itself, so that loading fills it in place.
         """
@@ -70,9 +102,13 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         leaves = leaves_by_parameter(model_sharded_state_dict)
         entries: dict[str, Any] = {}
         for parameter in self.model_param_group_index_map:
-            owned = self._get_model_param_range_map(parameter)["param"]
-            state = self._state_of(parameter)
-            entries.update(state_entries(parameter, leaves[parameter], owned.start, owned.end, state))
+            if parameter in self._ruled:
+                rule, share = self._ruled[parameter]
+                entries.update(rule.state_entries(share, leaves[parameter]))
+            else:
+                owned = self._get_model_param_range_map(parameter)["param"]
+                state = self._state_of(parameter)
+                entries.update(state_entries(parameter, leaves[parameter], owned.start, owned.end, state))
         return entries
 
     def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
@@ -81,35 +117,63 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         Args:
             counted_once: leave out what another rank counts in the global norm.
         """
+
+        def counts(parameter: Tensor) -> bool:
+            return not counted_once or (
+                param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self.tp_group)
+            )
+
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not counted_once or (
-                    param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self.tp_group)
-                ):
+                if counts(parameter):
                     yield group["name"], parameter.grad
+        for parameter, (_, share) in self._ruled.items():
+            if counts(parameter):
+                yield share.group["name"], share.gradient
 
     def main_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The model's parameters that this rank steps a share of, with the flat main weights of that share."""
         if not self.is_stub_optimizer:
-            for parameter, (index, order) in self.model_param_group_index_map.items():
-                yield parameter, self.optimizer.param_groups[index]["params"][order].detach()
+            for parameter in self.model_param_group_index_map:
+                if parameter in self._ruled:
+                    rule, share = self._ruled[parameter]
+                    yield parameter, rule.main_weights(share)
+                else:
+                    yield parameter, self._main_weights_of(parameter).detach()
+
+    def device_state(self) -> Iterator[Tensor]:
+        """Main weights and state on this rank's device; in fp32 the main weights are the model's own."""
+        if not self.is_stub_optimizer:
+            for parameter, state in self.optimizer.state.items():
+                yield parameter
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+            for rule in self.rules:
+                yield from rule.device_state()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
-        return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
+        stepped = bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
+        for rule in self.rules:
+            rule.step()
+        return stepped
 
     def set_num_updates(self, updates_of: UpdatesOf) -> None:
-        """Tell AdamW how many updates the moments of each of the model's parameters have seen, for bias correction."""
+        """Say how many updates the state of each of the model's parameters has seen, for bias correction."""
         if not self.is_stub_optimizer:
             self._allocate_state()
             for parameter in self.model_param_group_index_map:
-                self._count_updates(parameter, updates_of(parameter))
+                if parameter in self._ruled:
+                    self._ruled[parameter][1].num_updates = updates_of(parameter)
+                else:
+                    self.optimizer.state[self._main_weights_of(parameter)]["step"].fill_(updates_of(parameter))
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
         """Round the main weights to this rank's shares of the model's, as after an update."""
         self._copy_main_params_to_model_params()
+        for rule in self.rules:
+            rule.set_weights_from_main()
 
     def _allocate_state(self) -> None:
         for group in self.optimizer.param_groups:
@@ -121,103 +185,28 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+    def _main_weights_of(self, model_parameter: nn.Parameter) -> nn.Parameter:
+        """The key of a parameter's state in the optimizer under Megatron's."""
         index, order = self.model_param_group_index_map[model_parameter]
-        parameter = self.optimizer.param_groups[index]["params"][order]
-        self.optimizer.state[parameter]["step"].fill_(num_updates)
+        found: nn.Parameter = self.optimizer.param_groups[index]["params"][order]
+        return found
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's flat share of a parameter's main weights and moments."""
-        index, order = self.model_param_group_index_map[model_parameter]
-        parameter = self.optimizer.param_groups[index]["params"][order]
+        parameter = self._main_weights_of(model_parameter)
         state = self.optimizer.state[parameter]
         return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
-
-class OffloadingOptimizer(MemoryDistributedOptimizer):
-    """The distributed optimizer of split parameters, with the tables' main weights and moments in host memory.
-
-    To Megatron the groups of the tables are empty, so it allocates nothing for them on the device; experts stay there.
-
-    Attributes:
-        adamw_name: the implementation that steps the tables.
-    """
-
-    def __init__(self, *arguments: Any, adamw: HostAdamW, **keywords: Any) -> None:
-        """See `DistributedOptimizer`; `adamw` steps the tables."""
-        super().__init__(*arguments, **keywords)
-        self._shards: dict[nn.Parameter, HostShard] = {}
-        if not self.is_stub_optimizer:
-            # PyTorch has made new groups of Megatron's: the schedule sets those.
-            self._shards = {
-                parameter: self._shard_of(parameter, group)
-                for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True)
-                if _is_offloaded(ranges)
-                for parameter in ranges["params"]
-            }
-        self._tables = HostTables(list(self._shards.values()), adamw)
-        self.adamw_name = adamw.name
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of this rank's main weights and moments."""
-        return sum(tensor.nbytes for shard in self._shards.values() for tensor in shard.state.values())
-
-    @property
-    def num_windows(self) -> int:
-        """Windows in which the tables pass through the host."""
-        return self._tables.num_windows
-
-    @classmethod
-    def _build_model_and_main_param_groups(
-        cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
-    ) -> Any:
-        """Megatron's main weights for the groups that stay on the device; empty lists for the others."""
-        on_device = [{**ranges, "params": []} if _is_offloaded(ranges) else ranges for ranges in opt_group_ranges]
-        return super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, on_device, config)
-
-    def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
-        """See `MemoryDistributedOptimizer.gradients`; those of tables are counted by the rank that owns them."""
-        yield from super().gradients(counted_once=counted_once)
-        for parameter, shard in self._shards.items():
-            if not counted_once or param_is_not_shared(parameter):
-                yield shard.group["name"], shard.gradient
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """See `MemoryDistributedOptimizer.step_with_ready_grads`."""
-        stepped = super().step_with_ready_grads()
-        self._tables.step()
-        return stepped
-
-    @torch.no_grad()
-    def set_weights_from_main(self) -> None:
-        """See `MemoryDistributedOptimizer.set_weights_from_main`."""
-        super().set_weights_from_main()
-        for shard in self._shards.values():
-            shard.set_weights()
-
-    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
-        shard = self._shards.get(model_parameter)
-        if shard is None:
-            super()._count_updates(model_parameter, num_updates)
-        else:
-            shard.num_updates = num_updates
-
-    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
-        shard = self._shards.get(model_parameter)
-        return super()._state_of(model_parameter) if shard is None else shard.state
-
-    def _shard_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> HostShard:
+    def _share_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> Share:
         owned = self._get_model_param_range_map(parameter)["param"]
         mine = slice(owned.start, owned.end)
         # Set by Megatron's DDP: a view of its buffer.
         gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        return HostShard.of(group, parameter.detach().view(-1)[mine], gradient.view(-1)[mine])
+        return Share(parameter, owned.start, group, parameter.detach().view(-1)[mine], gradient.view(-1)[mine])
 
 
-def _is_offloaded(ranges: dict[str, Any]) -> bool:
-    return ranges["orig_group"]["name"] in TABLE_GROUPS
+def _has_rule(ranges: dict[str, Any]) -> bool:
+    return ranges["orig_group"]["rule"] is not None
 
 
 @dataclass(frozen=True)
@@ -261,8 +250,12 @@ class MemoryOptimizer(ChainedOptimizer):
     @property
     def num_windows(self) -> int:
         """Windows in which tables pass through the host in an update; 0 if they are stepped on the device."""
-        offloading = (each for each in self.chained_optimizers if isinstance(each, OffloadingOptimizer))
-        return sum(optimizer.num_windows for optimizer in offloading)
+        return sum(rule.num_windows for rule in self.rules)
+
+    @property
+    def rules(self) -> Sequence[UpdateRule]:
+        """Of all optimizers."""
+        return [rule for optimizer in self.chained_optimizers for rule in optimizer.rules]
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
         """The entries of all optimizers; their names are the parameters' and do not collide."""
@@ -318,15 +311,11 @@ class MemoryOptimizer(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.set_weights_from_main()
 
-    def describe_offload(self) -> str | None:
-        """Place and implementation of the update of this rank's tables, in words; None if they are not offloaded."""
-        for optimizer in self.chained_optimizers:
-            if isinstance(optimizer, OffloadingOptimizer):
-                return (
-                    f"tables' main weights and moments in host memory ({optimizer.host_bytes / 1e9:.3g} GB on this "
-                    f"rank), stepped by {optimizer.adamw_name} on {torch.get_num_threads()} threads per rank"
-                )
-        return None
+    def describe(self) -> Iterator[str]:
+        """Places and implementations of updates that a run tells of at its start, in words."""
+        for rule in self.rules:
+            if (text := rule.describe()) is not None:
+                yield text
 
     def _is_clipped_apart(self, group: GroupName) -> bool:
         return self._value_clip_grad is not None and group in TABLE_GROUPS
@@ -374,7 +363,10 @@ def _distributed_optimizer(
 ) -> MemoryDistributedOptimizer:
     split = names is SPLIT_GROUPS
     settings = config.optimizer
-    param_groups = [{"params": assigned[name], "name": name, "is_expert_parallel": split} for name in names]
+    rule_of = {name: _rule_of(config, name) for name in names}
+    param_groups = [
+        {"params": assigned[name], "name": name, "is_expert_parallel": split, "rule": rule_of[name]} for name in names
+    ]
     inner = None
     if any(group["params"] for group in param_groups):
         inner = torch.optim.AdamW(
@@ -387,9 +379,7 @@ def _distributed_optimizer(
             fused=True,
         )
     megatron = groups.megatron
-    offloading = split and config.model.memory is not None and settings.value_offload == "cpu"
-    build = partial(OffloadingOptimizer, adamw=host_adamw(settings)) if offloading else MemoryDistributedOptimizer
-    optimizer = build(
+    optimizer = MemoryDistributedOptimizer(
         inner,
         optimizer_config(config, chunks[0].config.params_dtype),
         None,
@@ -402,8 +392,25 @@ def _distributed_optimizer(
         data_parallel_group_gloo=None,
         data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
+        make_rules={rule: _make_rule(config, rule) for rule in dict.fromkeys(rule_of.values()) if rule is not None},
     )
     # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. A table or an expert has
     # none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer
+
+
+_ON_HOST = "adamw on the host"
+
+
+def _rule_of(config: RunConfig, group: GroupName) -> str | None:
+    """The name of the rule that updates a group; None: Megatron's AdamW."""
+    if group in TABLE_GROUPS and config.model.memory is not None and config.optimizer.value_offload == "cpu":
+        return _ON_HOST
+    return None
+
+
+def _make_rule(config: RunConfig, rule: str) -> MakeRule:
+    """Maker of the rule of this name."""
+    assert rule == _ON_HOST
+    return partial(HostTables, adamw=host_adamw(config.optimizer))

@@ -13,15 +13,17 @@ import fcntl
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from kernels.common.cpp import cache_folder
 from pretrain.config.schema import OptimizerConfig
+from pretrain.engine.optimizer_shards import state_entries
+from pretrain.engine.update_rules import Share, UpdateRule
 from pretrain.errors import ConfigError
 
 # Elements that pass through the host at a time: long enough to hide a copy behind the update of the one before, which
@@ -137,40 +139,17 @@ def _alone_in_build_folder() -> Iterator[None]:
                 os.environ["TORCH_EXTENSIONS_DIR"] = before
 
 
-@dataclass
-class HostShard:
-    """One rank's share of a table: E elements, flat.
+def host_state(share: Share) -> dict[str, Tensor]:
+    """A share's main weights `param`, copied from the device's, and moments `exp_avg` and `exp_avg_sq`, at zero.
 
-    Attributes:
-        group: the optimizer group, whose `lr` and `weight_decay` the schedule sets.
-        weights: [E] on the device, a view of the model's.
-        gradient: [E] fp32 on the device, a view of the reduced gradient's buffer.
-        state: main weights `param`, and moments `exp_avg` and `exp_avg_sq`: [E] fp32 each in host memory, by their
-            names in checkpoints.
-        num_updates: that the moments have seen.
+    Each is [E] fp32 in host memory, by its name in checkpoints.
     """
-
-    group: dict[str, Any]
-    weights: Tensor
-    gradient: Tensor
-    state: dict[str, Tensor]
-    num_updates: int = 0
-
-    @staticmethod
-    def of(group: dict[str, Any], weights: Tensor, gradient: Tensor) -> HostShard:
-        """A shard with main weights copied from the device's, and moments at zero."""
-        names = ("param", "exp_avg", "exp_avg_sq")
-        state = {name: torch.zeros(weights.numel(), dtype=torch.float32, device="cpu") for name in names}
-        for window in _windows(weights.numel()):
-            # Widened on the host: the device never holds an fp32 copy.
-            state["param"][window].copy_(weights[window].cpu())
-        return HostShard(group, weights, gradient, state)
-
-    def set_weights(self) -> None:
-        """Round the main weights to the device's, a window at a time."""
-        for window in _windows(self.weights.numel()):
-            # Narrowed on the host, as in a step.
-            self.weights[window].copy_(self.state["param"][window].to(self.weights.dtype))
+    names = ("param", "exp_avg", "exp_avg_sq")
+    state = {name: torch.zeros(share.weights.numel(), dtype=torch.float32, device="cpu") for name in names}
+    for window in _windows(share.weights.numel()):
+        # Widened on the host: the device never holds an fp32 copy.
+        state["param"][window].copy_(share.weights[window].cpu())
+    return state
 
 
 class _Slot:
@@ -188,26 +167,26 @@ class _Slot:
         self.arrived = torch.cuda.Event()
 
 
-class HostTables:
-    """This rank's shares of all tables, and the update of them."""
+class HostTables(UpdateRule):
+    """This rank's shares of all tables, with their state in host memory, and the update of them."""
 
-    def __init__(self, shards: Sequence[HostShard], adamw: HostAdamW) -> None:
-        """Take over the shards, whose weights have one dtype; staging memory is allocated here, once."""
-        self._shards, self._adamw = shards, adamw
-        self._windows = [(shard, window) for shard in shards for window in _windows(shard.weights.numel())]
+    def __init__(self, shares: Sequence[Share], adamw: HostAdamW) -> None:
+        """Take over the shares, whose weights have one dtype; state and staging memory are allocated here, once."""
+        self.shares, self._adamw = shares, adamw
+        self.state = {share: host_state(share) for share in shares}
+        self._windows = [(share, window) for share in shares for window in _windows(share.weights.numel())]
         if self._windows:
             size = max(window.stop - window.start for _, window in self._windows)
-            device_weights = shards[0].weights
+            device_weights = shares[0].weights
             self._slots = [_Slot(size, device_weights.dtype, pinned=device_weights.is_cuda) for _ in range(2)]
             self._copies = torch.cuda.Stream()
 
     @property
     def num_windows(self) -> int:
-        """Windows of an update, over all shards."""
+        """Windows of an update, over all shares."""
         return len(self._windows)
 
-    @torch.no_grad()
-    def step(self) -> None:
+    def update_shares(self) -> None:
         """Update main weights and moments from the gradients on the device, and the device's weights from them.
 
         Copies run on a stream of their own, gradients one window ahead of the host's work and weights behind it.
@@ -221,39 +200,70 @@ class HostTables:
                 self._update(index)
                 self._send(index)
             torch.cuda.current_stream().wait_stream(self._copies)
-        for shard in self._shards:
-            shard.num_updates += 1
+
+    def main_weights(self, share: Share) -> Tensor:
+        """See `UpdateRule.main_weights`."""
+        return self.state[share]["param"]
+
+    @torch.no_grad()
+    def set_weights_from_main(self) -> None:
+        """See `UpdateRule.set_weights_from_main`; a window at a time."""
+        for share in self.shares:
+            for window in _windows(share.weights.numel()):
+                # Narrowed on the host, as in a step.
+                share.weights[window].copy_(self.state[share]["param"][window].to(share.weights.dtype))
+
+    def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+        """See `UpdateRule.state_entries`."""
+        return state_entries(share.parameter, leaves, share.start, share.stop, self.state[share])
+
+    def device_state(self) -> Iterable[Tensor]:
+        """None: all of it is in host memory."""
+        return ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of this rank's main weights and moments."""
+        return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
+
+    def describe(self) -> str:
+        """See `UpdateRule.describe`."""
+        return (
+            f"tables' main weights and moments in host memory ({self.host_bytes / 1e9:.3g} GB on this rank), stepped by "
+            f"{self._adamw.name} on {torch.get_num_threads()} threads per rank"
+        )
 
     def _fetch(self, index: int) -> None:
-        shard, window = self._windows[index]
+        share, window = self._windows[index]
         slot = self._slots[index % 2]
         with torch.cuda.stream(self._copies):
-            slot.gradient[: window.stop - window.start].copy_(shard.gradient[window], non_blocking=True)
+            slot.gradient[: window.stop - window.start].copy_(share.gradient[window], non_blocking=True)
             slot.arrived.record(self._copies)
 
     def _update(self, index: int) -> None:
-        shard, window = self._windows[index]
+        share, window = self._windows[index]
         slot, size = self._slots[index % 2], window.stop - window.start
-        main = shard.state["param"][window]
+        state = self.state[share]
+        main = state["param"][window]
         # Host sync, as the host works on what arrives; the next window is on its way meanwhile.
         slot.arrived.synchronize()
         self._adamw.update(
             main,
             slot.gradient[:size],
-            shard.state["exp_avg"][window],
-            shard.state["exp_avg_sq"][window],
-            num_updates=shard.num_updates,
-            lr=shard.group["lr"],
-            weight_decay=shard.group["weight_decay"],
+            state["exp_avg"][window],
+            state["exp_avg_sq"][window],
+            num_updates=share.num_updates,
+            lr=share.group["lr"],
+            weight_decay=share.group["weight_decay"],
         )
         # Two windows ago this memory was sent from: before the gradient that has arrived, on the same stream.
         slot.weights[:size].copy_(main)
 
     def _send(self, index: int) -> None:
-        shard, window = self._windows[index]
+        share, window = self._windows[index]
         slot = self._slots[index % 2]
         with torch.cuda.stream(self._copies):
-            shard.weights[window].copy_(slot.weights[: window.stop - window.start], non_blocking=True)
+            share.weights[window].copy_(slot.weights[: window.stop - window.start], non_blocking=True)
 
 
 def _windows(num_elements: int) -> Iterator[slice]:

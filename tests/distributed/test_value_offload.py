@@ -20,9 +20,10 @@ from torch import Tensor
 
 from pretrain.checkpoint.derived import main_name
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import TABLE_GROUPS
 from pretrain.engine import value_offload
-from pretrain.engine.optimizer import TABLE_GROUPS, OffloadingOptimizer, assign_groups
-from pretrain.engine.value_offload import HostAdamW
+from pretrain.engine.optimizer import assign_groups
+from pretrain.engine.value_offload import HostAdamW, HostTables
 from tests.unit.needs import NEEDS_DEEPSPEED
 
 # So small that every share of a table is several windows, the last of them shorter.
@@ -178,22 +179,22 @@ def held(config: RunConfig) -> Held:
         patch.setattr(HostAdamW, "update", counting)
         run.train(1)
         part = run.optimizer.chained_optimizers[1]
-        assert isinstance(part, OffloadingOptimizer)
-        shards = list(part._shards.values())
+        (tables,) = part.rules
+        assert isinstance(tables, HostTables)
         groups = assign_groups(run.bare)
         return Held(
             windows=windows,
-            host_bytes=part.host_bytes,
+            host_bytes=tables.host_bytes,
             device_elements=sum(state["exp_avg"].numel() for state in part.optimizer.state.values()),
             aliases=any(
                 host.untyped_storage().data_ptr()
                 in (s.weights.untyped_storage().data_ptr(), s.gradient.untyped_storage().data_ptr())
-                for s in shards
-                for host in s.state.values()
+                for s in tables.shares
+                for host in tables.state[s].values()
             ),
             table_elements=sum(p.numel() for name in TABLE_GROUPS for p in groups[name]),
-            owned_elements=sum(s.weights.numel() for s in shards),
-            text=run.optimizer.describe_offload() or "",
+            owned_elements=sum(s.weights.numel() for s in tables.shares),
+            text=" ".join(run.optimizer.describe()),
         )
 
 
@@ -212,26 +213,25 @@ def test_the_host_holds_twelve_bytes_per_owned_element_and_the_device_none(run_r
 
 
 def test_nothing_is_said_of_tables_on_the_device(run_ranks: Any) -> None:
-    def main() -> str | None:
+    def main() -> list[str]:
         with tiny_run(SHARED) as run:
-            return run.optimizer.describe_offload()
+            return list(run.optimizer.describe())
 
-    assert run_ranks(main, 1) == [None]
+    assert run_ranks(main, 1) == [[]]
 
 
 @NEEDS_DEEPSPEED
 def test_deepspeed_steps_tables_to_rounding(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_offload, "has_deepspeed", lambda: True)
 
-    def main() -> tuple[list[tuple[float, float]], list[tuple[float, float]], str | None]:
+    def main() -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str]]:
         with tiny_run(SHARED) as run:
             expected = run.train(10)
         with tiny_run(offloaded(SHARED)) as run:
-            return expected, run.train(10), run.optimizer.describe_offload()
+            return expected, run.train(10), list(run.optimizer.describe())
 
     for expected, actual, text in run_ranks(main, 2, timeout_s=600):
-        assert text is not None
-        assert "DeepSpeed's CPU AdamW" in text
+        assert "DeepSpeed's CPU AdamW" in text[0]
         for here, there in zip(actual, expected, strict=True):
             assert here == pytest.approx(there, rel=1e-5)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from stream_races import HOST, Event, Races, Stream
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.engine import value_offload
-from pretrain.engine.value_offload import HostAdamW, HostShard, HostTables
+from pretrain.engine.update_rules import Share
+from pretrain.engine.value_offload import HostAdamW, HostTables
 
 WINDOW = 4
 
@@ -33,6 +34,12 @@ class PlainAdamW(HostAdamW):
         weights -= settings["lr"] * gradient
 
 
+def share_of(weights: Tensor, *, lr: float = 0.0, weight_decay: float = 0.0) -> Share:
+    """All of a table of these weights, whose gradient is 0."""
+    group = {"lr": lr, "weight_decay": weight_decay}
+    return Share(nn.Parameter(weights), 0, group, weights, torch.zeros(weights.numel()))
+
+
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_offload, "WINDOW_ELEMENTS", WINDOW)
@@ -44,13 +51,10 @@ def step_three_times(*sizes: int) -> Races:
     """
     races = Races()
     with races.watching():
-        shards = [
-            HostShard.of({"lr": 1.0, "weight_decay": 0.0}, torch.full((size,), 50.0), torch.zeros(size))
-            for size in sizes
-        ]
-        weights, gradients = [shard.weights for shard in shards], [shard.gradient for shard in shards]
+        shares = [share_of(torch.full((size,), 50.0), lr=1.0) for size in sizes]
+        weights, gradients = [share.weights for share in shares], [share.gradient for share in shares]
         races.on_device(*weights, *gradients)
-        tables = HostTables(shards, PlainAdamW(races))
+        tables = HostTables(shares, PlainAdamW(races))
         for step in range(3):
             races.queue("forward", reads=weights)
             races.queue("backward", reads=weights, writes=gradients)
@@ -58,10 +62,10 @@ def step_three_times(*sizes: int) -> Races:
                 gradient[:] = torch.arange(gradient.numel()) + step
             tables.step()
         races.queue("forward", reads=weights)
-    for shard in shards:
+    for share in shares:
         # Less i + (i + 1) + (i + 2) of element i.
-        assert torch.equal(shard.weights, 50 - 3 * torch.arange(shard.weights.numel()) - 3)
-        assert torch.equal(shard.state["param"], shard.weights)
+        assert torch.equal(share.weights, 50 - 3 * torch.arange(share.weights.numel()) - 3)
+        assert torch.equal(tables.main_weights(share), share.weights)
     return races
 
 
@@ -124,15 +128,15 @@ def test_the_hosts_moments_have_seen_as_many_updates_as_there_were() -> None:
             seen.append((settings["num_updates"], settings["lr"], settings["weight_decay"]))
 
     with races.watching():
-        shard = HostShard.of({"lr": 0.5, "weight_decay": 0.25}, torch.zeros(WINDOW), torch.zeros(WINDOW))
-        tables = HostTables([shard], Counting(races))
+        share = share_of(torch.zeros(WINDOW), lr=0.5, weight_decay=0.25)
+        tables = HostTables([share], Counting(races))
         tables.step()
-        shard.num_updates = 7
+        share.num_updates = 7
         tables.step()
-        shard.group["lr"] = 0.125
+        share.group["lr"] = 0.125
         tables.step()
     assert seen == [(0, 0.5, 0.25), (7, 0.5, 0.25), (8, 0.125, 0.25)]
-    assert shard.num_updates == 9
+    assert share.num_updates == 9
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -145,9 +149,9 @@ def test_staging_memory_is_page_locked_for_weights_on_a_gpu(monkeypatch: pytest.
         made.append((size, dtype, device, pin_memory))
         return empty(size, dtype=dtype, device=device)
 
-    shard = HostShard.of({}, torch.zeros(2 * WINDOW, dtype=torch.bfloat16), torch.zeros(2 * WINDOW))
+    share = share_of(torch.zeros(2 * WINDOW, dtype=torch.bfloat16))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: on_gpu), raising=False)
     monkeypatch.setattr(torch, "empty", watching)
     with races.watching():
-        HostTables([shard], PlainAdamW(races))
+        HostTables([share], PlainAdamW(races))
     assert made == 2 * [(WINDOW, torch.float32, "cpu", on_gpu), (WINDOW, torch.bfloat16, "cpu", on_gpu)]

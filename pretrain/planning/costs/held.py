@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ADAMW
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.stages import stages_of
 
-_MAIN_WEIGHT = 4
-_MOMENTS = 4 + 4
 _GRADIENT = 4
 
 
@@ -61,5 +60,5 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
         stepped = dense + experts + (0 if config.optimizer.value_offload == "cpu" else tables)
-    state = _MOMENTS + (_MAIN_WEIGHT if train.precision == "bf16" else 0)
+    state = ADAMW.element_bytes(train.element_bytes)
     return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, stepped * state / num_ranks)

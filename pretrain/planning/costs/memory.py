@@ -20,6 +20,7 @@ from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
@@ -58,7 +59,7 @@ STATE_PARTS = (
 )
 """Parts that are held from the first step to the last; the rest comes and goes within a step."""
 
-_GRADIENT, _MOMENTS, _MAIN_WEIGHT = 4, 8, 4
+_GRADIENT = 4
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""
 ITEM_BYTES = 1 << 26
@@ -136,7 +137,8 @@ def page_locked(num_bytes: float) -> float:
 
 def checkpoint_width(config: RunConfig) -> int:
     """Bytes per parameter of a checkpoint: fp32 main weights and moments, and weights if they are asked for."""
-    return _MAIN_WEIGHT + _MOMENTS + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
+    state = MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES)
+    return state + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:
@@ -163,7 +165,7 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     """Bytes per weight: e; where it is trained, also 4 of gradient, and 12 (in fp32: 8) of optimizer state, split over
     replicas."""
     element = config.train.element_bytes
-    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
+    state = ADAMW.element_bytes(element)
     dense, tables = local_dense(config, stage), local_tables(config, stage)
     dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
     offloads = config.optimizer.value_offload == "cpu"
@@ -184,7 +186,7 @@ def _host(config: RunConfig, stage: Stage, division: Division) -> float:
         return 0.0
     owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
     window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
-    return (_MAIN_WEIGHT + _MOMENTS) * owned + window
+    return (MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES)) * owned + window
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:

@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
 
 from kernels.select import Kernels, assemble, implementation_of, resolve
 from megamem.documents import document_bounds
@@ -288,16 +287,9 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
     for part, of_domain in zip(parts, optimizer.chained_optimizers, strict=False):
         if of_domain.is_stub_optimizer:
             continue
-        state = of_domain.optimizer.state
-        recorder.assign(_state_tensors(state.values()), part)
         # In fp32 the main weights are the model's own.
         own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
-        recorder.assign((p for p in state if p.untyped_storage()._cdata not in own), part)
-
-
-def _state_tensors(states: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
-    for state in states:
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+        recorder.assign((t for t in of_domain.device_state() if t.untyped_storage()._cdata not in own), part)
 
 
 def _batch(config: RunConfig) -> Batch:

@@ -1,0 +1,56 @@
+"""State that each way of updating a parameter keeps: its tensors, their bytes, their names in checkpoints.
+
+The optimizer makes its state by these records, the planner counts by them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # It imports torch, and code that plans or checks does not.
+    from megamem.parameters import GroupName
+
+MAIN_WEIGHT_BYTES = 4
+_STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of parameters, by the state that it keeps beside their weights.
+
+    Checkpoints have it as `optimizer.state.<name>.<parameter>`.
+
+    Attributes:
+        name: for people.
+        per_element: fp32 tensors in the parameter's shape.
+        per_row: fp32 tensors with a number per row of the parameter.
+        has_main_weights: whether weights of fewer bits have fp32 main weights, which are rounded to them. Without them
+            the weights are what is updated.
+    """
+
+    name: str
+    per_element: tuple[str, ...] = ()
+    per_row: tuple[str, ...] = ()
+    has_main_weights: bool = True
+
+    def element_bytes(self, weight_bytes: int) -> int:
+        """Bytes of state per element of a parameter whose weights take `weight_bytes`, without what is kept per row.
+
+        In fp32 the weights are their own main weights.
+        """
+        main = MAIN_WEIGHT_BYTES if self.has_main_weights and weight_bytes < MAIN_WEIGHT_BYTES else 0
+        return main + _STATE_BYTES * len(self.per_element)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of state per row."""
+        return _STATE_BYTES * len(self.per_row)
+
+
+ADAMW = Update("adamw", per_element=("exp_avg", "exp_avg_sq"))
+"""Megatron's distributed optimizer over PyTorch's AdamW."""
+
+TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
+"""Groups of memory tables."""
