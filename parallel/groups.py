@@ -43,6 +43,7 @@ class ParallelSizes:
     virtual_pipeline: int = 1
     context: int = 1
     memory: int = 1
+    memory_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,12 @@ class ParallelGroups:
         data_rank: this rank's data-parallel position.
         data_size: number of data-parallel replicas.
         pipeline_rank: this rank's stage.
+        table_columns: ranks with other columns of the rows of tables that this rank has.
         device: where this rank computes.
     """
 
     megatron: ProcessGroupCollection
+    table_columns: dist.ProcessGroup
     data_rank: int
     data_size: int
     pipeline_rank: int
@@ -174,14 +177,28 @@ def initialise_groups(
             create_gloo_process_groups=False,
             high_priority_stream_groups=list(_FIRST) if dist.get_backend() == "nccl" else None,
         )
+        megatron = ProcessGroupCollection.use_mpu_process_groups()
+        table_columns = _column_group(sizes, megatron, timedelta(minutes=timeout_minutes))
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
-        megatron=ProcessGroupCollection.use_mpu_process_groups(),
+        megatron=megatron,
+        table_columns=table_columns,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         device=device,
     )
+
+
+def _column_group(sizes: ParallelSizes, megatron: ProcessGroupCollection, timeout: timedelta) -> dist.ProcessGroup:
+    """The memory group, or of each of its parts of rows the consecutive ranks that have it."""
+    if sizes.memory_rows == 1:
+        return megatron.ep
+    size = sizes.memory // sizes.memory_rows
+    ranks = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+    assert own is not None
+    return own
 
 
 def close_groups() -> None:

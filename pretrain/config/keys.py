@@ -154,6 +154,7 @@ _OF_MEMORY = (
     "logging.memory_every_steps",
     "optimizer.value_weight_decay",
     "optimizer.value_clip_grad",
+    "optimizer.tables",
     "optimizer.value_offload",
     "optimizer.value_lr",
     "optimizer.value_lr_multiplier",

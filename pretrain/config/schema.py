@@ -189,7 +189,12 @@ class OptimizerConfig(Config):
     value_clip_grad: NonNegativeFloat | None = None
     """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the
     global norm; 0: no clipping; null: they count in it."""
-    value_offload: Literal["none", "cpu"] = "none"
+    tables: Literal["adamw", "row_wise"] = "adamw"
+    """Update of the memory tables. adamw: two moments per element, and fp32 main weights beside bf16 ones; row_wise: a
+    second moment per row and no first, and bf16 weights that are rounded stochastically. See docs/memory-parallel.md."""
+    value_offload: Annotated[
+        Literal["none", "cpu"], EffectiveWhen(lambda c: c.tables == "adamw", "optimizer.tables is adamw")
+    ] = "none"
     """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes
     per element that a rank owns, by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW;
     none: on the device. See docs/memory-parallel.md."""

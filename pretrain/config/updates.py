@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     # It imports torch, and code that plans or checks does not.
     from megamem.parameters import GroupName
+    from pretrain.config.schema import OptimizerConfig
 
 MAIN_WEIGHT_BYTES = 4
 _STATE_BYTES = 4
@@ -52,5 +53,13 @@ class Update:
 ADAMW = Update("adamw", per_element=("exp_avg", "exp_avg_sq"))
 """Megatron's distributed optimizer over PyTorch's AdamW."""
 
+ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq",), has_main_weights=False)
+"""AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`)."""
+
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 """Groups of memory tables."""
+
+
+def table_update(settings: OptimizerConfig) -> Update:
+    """The update of the memory tables."""
+    return ROW_WISE if settings.tables == "row_wise" else ADAMW

@@ -22,7 +22,14 @@ _TE_WAYS: dict[Way, str] = {"gather": "all_gather", "heads": "a2a", "ring": "p2p
 def parallel_sizes(config: RunConfig) -> ParallelSizes:
     """The layout's axes."""
     layout = config.parallel
-    return ParallelSizes(layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.context, layout.memory)
+    return ParallelSizes(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        context=layout.context,
+        memory=layout.memory,
+        memory_rows=layout.memory_rows,
+    )
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from megamem.parameters import GroupName, group_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import TABLE_GROUPS
+from pretrain.config.updates import ADAMW, ROW_WISE, TABLE_GROUPS, table_update
+from pretrain.engine.build import unwrap
 from pretrain.engine.megatron import optimizer_config
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
-from pretrain.engine.update_rules import MakeRule, Share, UpdateRule
+from pretrain.engine.row_wise import Place, RowGroups, RowWise
+from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
 from pretrain.engine.value_offload import HostTables, host_adamw
 from pretrain.engine.weight_gathering import start_gathering
 
@@ -63,25 +65,43 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         rules: that update this rank's shares of the groups that have one.
     """
 
-    def __init__(self, *arguments: Any, make_rules: Mapping[str, MakeRule], **keywords: Any) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer | None, *arguments: Any, make_rules: Mapping[str, MakeRule], **keywords: Any
+    ) -> None:
         """See `DistributedOptimizer`.
 
         Args:
-            make_rules: by name. A group whose `rule` is one of them is updated by it, and to Megatron it is empty; the
-                others have None.
+            inner: whose groups have a `rule`: None, or one of `make_rules`, which then updates the group. To Megatron
+                such a group is empty.
         """
-        super().__init__(*arguments, **keywords)
-        shares: dict[str, list[Share]] = {name: [] for name in make_rules}
-        if not self.is_stub_optimizer:
-            # PyTorch has made new groups of Megatron's: the schedule sets those.
-            for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True):
-                if _has_rule(ranges):
-                    shares[group["rule"]] += [self._share_of(parameter, group) for parameter in ranges["params"]]
-        # A rank of a stage without such parameters is asked for nothing.
-        self.rules = () if self.is_stub_optimizer else tuple(make(shares[name]) for name, make in make_rules.items())
+        # Before Megatron puts this rank's ranges in the place of parameters.
+        groups = inner.param_groups if inner is not None else []
+        self._rule_of: dict[nn.Parameter, str | None] = {p: group["rule"] for group in groups for p in group["params"]}
+        super().__init__(inner, *arguments, **keywords)
+        self.rules = (
+            () if self.is_stub_optimizer else tuple(self._make(name, rule) for name, rule in make_rules.items())
+        )
         self._ruled: dict[nn.Parameter, tuple[UpdateRule, Share]] = {
             share.parameter: (rule, share) for rule in self.rules for share in rule.shares
         }
+
+    def _make(self, name: str, make_rule: MakeRule) -> UpdateRule:
+        # PyTorch has made new groups of Megatron's: the schedule sets those.
+        groups = [
+            (ranges["params"], group)
+            for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True)
+            if group["rule"] == name
+        ]
+        shares = [self._share_of(parameter, group) for parameters, group in groups for parameter in parameters]
+        return make_rule(shares, [*self._spreads(name)])
+
+    def _spreads(self, rule: str) -> Iterator[Spread]:
+        for buffer in self.buffers:
+            for parameter, (start, _, bucket_id) in buffer.param_index_map.items():
+                if self._rule_of[parameter] == rule:
+                    bucket = buffer.buckets[bucket_id]
+                    num_replicas = self.data_parallel_group.size()
+                    yield Spread.over(num_replicas, parameter, start - bucket.offset, bucket.grad_data.numel())
 
     @classmethod
     def _build_model_and_main_param_groups(
@@ -254,7 +274,7 @@ class MemoryOptimizer(ChainedOptimizer):
 
     @property
     def rules(self) -> Sequence[UpdateRule]:
-        """Of all optimizers."""
+        """The rules of all optimizers."""
         return [rule for optimizer in self.chained_optimizers for rule in optimizer.rules]
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
@@ -392,7 +412,11 @@ def _distributed_optimizer(
         data_parallel_group_gloo=None,
         data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
-        make_rules={rule: _make_rule(config, rule) for rule in dict.fromkeys(rule_of.values()) if rule is not None},
+        make_rules={
+            rule: _make_rule(rule, config, chunks, groups)
+            for rule in dict.fromkeys(rule_of.values())
+            if rule is not None
+        },
     )
     # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. A table or an expert has
     # none: each rank of a stage owns other gradients.
@@ -405,12 +429,37 @@ _ON_HOST = "adamw on the host"
 
 def _rule_of(config: RunConfig, group: GroupName) -> str | None:
     """The name of the rule that updates a group; None: Megatron's AdamW."""
-    if group in TABLE_GROUPS and config.model.memory is not None and config.optimizer.value_offload == "cpu":
-        return _ON_HOST
-    return None
+    if group not in TABLE_GROUPS or config.model.memory is None:
+        return None
+    update = table_update(config.optimizer)
+    if update is not ADAMW:
+        return update.name
+    return _ON_HOST if config.optimizer.value_offload == "cpu" else None
 
 
-def _make_rule(config: RunConfig, rule: str) -> MakeRule:
+def _make_rule(
+    rule: str, config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
+) -> MakeRule:
     """Maker of the rule of this name."""
-    assert rule == _ON_HOST
-    return partial(HostTables, adamw=host_adamw(config.optimizer))
+    settings = config.optimizer
+    if rule == _ON_HOST:
+        return partial(HostTables, adamw=host_adamw(settings))
+    assert rule == ROW_WISE.name
+    return partial(
+        RowWise,
+        settings=settings,
+        seed=config.seed,
+        places=dict(_table_places(chunks)),
+        groups=RowGroups(groups.table_columns, groups.megatron.expt_dp),
+    )
+
+
+def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[nn.Parameter, Place]]:
+    """Places of the ranks' tables in whole ones, as checkpoints have them."""
+    leaves = leaves_by_parameter([unwrap(chunk).sharded_state_dict() for chunk in chunks])
+    for chunk in chunks:
+        for bank in unwrap(chunk).own_banks:
+            for parameter in bank.parameters():
+                (leaf,) = leaves[parameter]
+                first_row, first_column = leaf.global_offset
+                yield parameter, Place(leaf.key, first_row, first_column, width=leaf.global_shape[1])

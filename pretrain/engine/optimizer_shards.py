@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -67,6 +68,44 @@ def state_entries(
                     axis_fragmentations=None,
                     replica_id=_without_data_replica(leaf.replica_id),
                 )
+    return entries
+
+
+def row_entries(leaf: ShardedTensor, start: int, name: str, rows: Tensor) -> dict[str, ShardedTensor]:
+    """Checkpoint entries for one rank's range of a table's state per row.
+
+    The rank that owns a row's first element, in the table's first columns, is the one whose copy counts.
+
+    Args:
+        leaf: the rank's part of the table in the model's checkpoint, [rows, columns].
+        start: first position of the range in the flattened part.
+        name: of the state.
+        rows: [n], a number for every row that the range has elements of; the entries are views of it.
+
+    Returns:
+        Shards of a tensor named `optimizer.state.<name>.<table's global name>`, with the shape [all rows].
+    """
+    (num_rows, _), (first_row, first_column) = leaf.global_shape, leaf.global_offset
+    row, within = divmod(start, leaf.local_shape[1])
+    *copies, _ = _without_data_replica(leaf.replica_id)
+    key = f"optimizer.state.{name}.{leaf.key}"
+    # The first row may have begun in another rank's range.
+    ends = (0, 1, rows.numel()) if within else (0, rows.numel())
+    entries = {}
+    for low, high in pairwise(ends):
+        if low < high:
+            offset = (first_row + row + low,)
+            is_copy = first_column > 0 or (low == 0 and within > 0)
+            entries[f"{key}@{offset}"] = ShardedTensor(
+                key=key,
+                data=rows[low:high],
+                dtype=rows.dtype,
+                local_shape=(high - low,),
+                global_shape=(num_rows,),
+                global_offset=offset,
+                axis_fragmentations=None,
+                replica_id=(*copies, int(is_copy)),
+            )
     return entries
 
 

@@ -43,11 +43,38 @@ class Share:
         return self.start + self.weights.numel()
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Division of a parameter over the replicas that own ranges of it, in the order of their ranks: the same on all.
+
+    Attributes:
+        parameter: the model's.
+        first_owner: rank, among the replicas, of the one that owns the first element.
+        cuts: positions in the flattened parameter at which the ranges of the replicas behind it begin.
+    """
+
+    parameter: nn.Parameter
+    first_owner: int
+    cuts: tuple[int, ...]
+
+    @staticmethod
+    def over(num_replicas: int, parameter: nn.Parameter, start: int, num_padded: int) -> Spread:
+        """Division of a parameter that starts at a position of a part of Megatron's buffer.
+
+        Args:
+            start: position of its first element in the part.
+            num_padded: elements of the part, which the replicas own equal ranges of.
+        """
+        size = num_padded // num_replicas
+        first, last = start // size, (start + parameter.numel() - 1) // size
+        return Spread(parameter, first, tuple(owner * size - start for owner in range(first + 1, last + 1)))
+
+
 class UpdateRule(ABC):
     """An update of some parameters, on the rank's own shares of them.
 
-    All ranks of a pipeline stage have a rule for the same parameters, each with other shares, which may be none: its
-    methods may be collective over the ranks of the stage, but for `state_entries`.
+    All ranks of a pipeline stage have a rule for the same parameters, each with other shares, which may be none: an
+    update may be collective over the ranks of the stage.
 
     Attributes:
         shares: this rank's.
@@ -97,4 +124,5 @@ class UpdateRule(ABC):
         return None
 
 
-MakeRule: TypeAlias = Callable[[Sequence[Share]], UpdateRule]
+MakeRule: TypeAlias = Callable[[Sequence[Share], Sequence[Spread]], UpdateRule]
+"""Makes a rule of this rank's shares, and of the division of all its parameters, in the same order on all replicas."""

@@ -46,6 +46,7 @@ class AdamW:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    tables_by_row: bool = False
 
     def of(self, group: str) -> tuple[tuple[float, float, float], float]:
         """Rates and decay."""
@@ -67,9 +68,12 @@ class AdamW:
             for number, (step, rate) in enumerate(zip(subject.steps, rates, strict=True), start=1):
                 gradient = step.gradients[name].double()
                 average = self.beta1 * average + (1 - self.beta1) * gradient
-                square = self.beta2 * square + (1 - self.beta2) * gradient**2
+                mean, squared = average / (1 - self.beta1**number), gradient**2
+                if self.tables_by_row and last_parts({name}) <= TABLES:
+                    mean, squared = gradient, squared.mean(1, keepdim=True)
+                square = self.beta2 * square + (1 - self.beta2) * squared
                 size = (square / (1 - self.beta2**number)).sqrt() + self.epsilon
-                expected = before.double() * (1 - rate * decay) - rate * average / (1 - self.beta1**number) / size
+                expected = before.double() * (1 - rate * decay) - rate * mean / size
                 after = step.weights[name]
                 torch.testing.assert_close(
                     after.double(), expected, rtol=2e-7, atol=1e-4 * rate + 1e-9, msg=f"{name} at step {number}"
@@ -283,6 +287,12 @@ def _(base: Subject, second: Subject) -> None:
     assert second.steps[0].norm == pytest.approx(dense, rel=1e-5)
     assert tables > 1e-3
     assert scales(base, second) == pytest.approx((1.0, 1e-3 / tables), rel=1e-4)
+
+
+@TRAINING.key("optimizer.tables", "row_wise")
+def _(base: Subject, second: Subject) -> None:
+    AdamW(tables_by_row=True).explains(second)
+    assert moved_otherwise(base, second) == TABLES
 
 
 @TRAINING.key("optimizer.value_offload", "cpu")

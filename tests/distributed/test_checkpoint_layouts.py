@@ -54,8 +54,12 @@ CASES: dict[str, tuple[RunConfig, tuple[str, ...]]] = {
     ),
     "untied, two heads": (PRIVATE, ("tensor 2 x pipeline 2", "pipeline 4", "pipeline 2 x data 2, interleaved")),
     "dense": (DENSE, ("tensor 2 x pipeline 2", "pipeline 2 x data 2, interleaved")),
-    "tied, bf16": (
-        replace(TIED, train=replace(TIED.train, precision="bf16")),
+    "tied, bf16, tables by row": (
+        replace(
+            TIED,
+            train=replace(TIED.train, precision="bf16"),
+            optimizer=replace(TIED.optimizer, tables="row_wise"),
+        ),
         (
             "pipeline 2 x data 2, interleaved",
             "context 2 x data 2 x memory 4, 2 of rows",
@@ -139,22 +143,25 @@ def test_every_layout_loads_what_another_one_saved(run_ranks: Any, tmp_path: Pat
 
 
 def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Weights, main weights and both moments of every parameter, in the weights' global shape; and the buffers, which
-    have no moments.
+    """Weights, main weights and both moments of every parameter, in the weights' global shape; of tables that are updated
+    by row, a moment per row, and no main weights but themselves; and the buffers, which have no moments.
     """
     state_prefix = "optimizer.state.param."
     weights = {name.removeprefix(state_prefix) for name in tensors if name.startswith(state_prefix)}
     buffers = {name for name in tensors if not name.startswith("optimizer.")} - weights
     assert {name.rsplit(".", 2)[1] for name in buffers} <= {"memory"}
+    by_row = {name for name in weights if name.endswith("values")} if config.optimizer.tables == "row_wise" else set()
     for name in weights:
-        for part in ("param", "exp_avg", "exp_avg_sq"):
-            state = tensors[f"optimizer.state.{part}.{name}"]
-            assert state.shape == tensors[name].shape
-            assert state.dtype == torch.float32
         main = tensors[f"optimizer.state.param.{name}"]
         assert torch.equal(main.to(tensors[name].dtype), tensors[name])
-    assert len(tensors) == 4 * len(weights) + len(buffers)
+        assert main.dtype == (tensors[name].dtype if name in by_row else torch.float32)
+        for part in ("row_exp_avg_sq",) if name in by_row else ("exp_avg", "exp_avg_sq"):
+            state = tensors[f"optimizer.state.{part}.{name}"]
+            assert state.shape == tensors[name].shape[: 1 if name in by_row else None]
+            assert state.dtype == torch.float32
+    assert len(tensors) == 4 * len(weights) - len(by_row) + len(buffers)
     tables = [name for name in weights if name.endswith("values")]
     assert bool(tables) == (config.model.memory is not None)
-    moved = [name for name in weights if tensors[f"optimizer.state.exp_avg_sq.{name}"].any()]
+    squares = {name: f"optimizer.state.{'row_' * (name in by_row)}exp_avg_sq.{name}" for name in weights}
+    moved = [name for name in weights if tensors[squares[name]].any()]
     assert len(moved) == len(weights)

@@ -1,5 +1,5 @@
-"""The weights after each step are AdamW's, computed again in float64 from the gradients: with the rates of a warm-up
-and a decay, a skipped step, and a resume.
+"""The weights after each step are those of AdamW, and the tables' those of `optimizer.tables`, computed again in
+float64 from the gradients: with the rates of a warm-up and a decay, a skipped step, and a resume.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import tensor_parallel
 from tiny_runs import SHARED, TinyRun, tiny_run
@@ -75,6 +76,17 @@ class AdamW:
         self.weight = self.weight - lr * decay * self.weight - lr * mean / (square.sqrt() + EPSILON)
 
 
+@dataclass
+class ByRow(AdamW):
+    """A table's trajectory in float64 with a second moment [rows, 1], which begins in that shape, and without a first."""
+
+    def update(self, gradient: Tensor, lr: float, decay: float) -> None:
+        self.num_updates += 1
+        self.second = BETA2 * self.second + (1 - BETA2) * (gradient**2).mean(1, keepdim=True)
+        square = self.second / (1 - BETA2**self.num_updates)
+        self.weight = (1 - lr * decay) * self.weight - lr * gradient / (square.sqrt() + EPSILON)
+
+
 @contextmanager
 def without_finite_gradients(run: TinyRun) -> Iterator[None]:
     (bare,) = run.bare
@@ -91,10 +103,13 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
     """Train, and save on the way: after each step, the largest difference from the trajectory in float64, over the
     learning rate of the parameter.
     """
-    trajectories = {
-        name: AdamW(w.double(), torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(w, dtype=torch.float64))
-        for name, w in weights_of(run).items()
-    }
+    trajectories: dict[str, AdamW] = {}
+    for name, weight in weights_of(run).items():
+        zeros = torch.zeros_like(weight, dtype=torch.float64)
+        if name.endswith("values") and run.config.optimizer.tables == "row_wise":
+            trajectories[name] = ByRow(weight.double(), zeros, zeros[:, :1])
+        else:
+            trajectories[name] = AdamW(weight.double(), zeros, zeros)
     errors = []
     for step in range(NUM_STEPS):
         if step == SKIPPED:
@@ -116,14 +131,17 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
     return errors
 
 
-def test_the_weights_move_as_adamw_says(run_ranks: Any, tmp_path: Path) -> None:
-    """Every parameter follows AdamW with the settings above written out; a resumed run goes the same way to the bit."""
+@pytest.mark.parametrize("tables", ["adamw", "row_wise"])
+def test_the_weights_move_as_the_optimizer_says(run_ranks: Any, tmp_path: Path, tables: Any) -> None:
+    """Every parameter follows its update with the settings above written out; a resumed run goes the same way to the
+    bit."""
+    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, tables=tables))
 
     def main() -> tuple[list[float], list[str]]:
-        with tiny_run(CONFIG) as run:
+        with tiny_run(config) as run:
             errors = largest_errors(run, tmp_path)
             expected = weights_of(run)
-        with tiny_run(CONFIG) as run:
+        with tiny_run(config) as run:
             run.resume(step_folder(tmp_path, SAVED))
             run.train(NUM_STEPS - SAVED)
             return errors, [name for name, w in weights_of(run).items() if not torch.equal(w, expected[name])]

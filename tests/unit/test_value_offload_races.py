@@ -53,8 +53,8 @@ def step_three_times(*sizes: int) -> Races:
     with races.watching():
         shares = [share_of(torch.full((size,), 50.0), lr=1.0) for size in sizes]
         weights, gradients = [share.weights for share in shares], [share.gradient for share in shares]
+        tables = HostTables(shares, (), adamw=PlainAdamW(races))
         races.on_device(*weights, *gradients)
-        tables = HostTables(shares, PlainAdamW(races))
         for step in range(3):
             races.queue("forward", reads=weights)
             races.queue("backward", reads=weights, writes=gradients)
@@ -129,7 +129,7 @@ def test_the_hosts_moments_have_seen_as_many_updates_as_there_were() -> None:
 
     with races.watching():
         share = share_of(torch.zeros(WINDOW), lr=0.5, weight_decay=0.25)
-        tables = HostTables([share], Counting(races))
+        tables = HostTables([share], (), adamw=Counting(races))
         tables.step()
         share.num_updates = 7
         tables.step()
@@ -153,5 +153,5 @@ def test_staging_memory_is_page_locked_for_weights_on_a_gpu(monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: on_gpu), raising=False)
     monkeypatch.setattr(torch, "empty", watching)
     with races.watching():
-        HostTables([share], PlainAdamW(races))
+        HostTables([share], (), adamw=PlainAdamW(races))
     assert made == 2 * [(WINDOW, torch.float32, "cpu", on_gpu), (WINDOW, torch.bfloat16, "cpu", on_gpu)]

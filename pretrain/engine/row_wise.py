@@ -1,0 +1,246 @@
+"""Update of memory tables with a second moment per row (`optimizer.tables: row_wise`).
+
+With g the gradient of a row w of V columns, at its update number t:
+
+    v <- beta2 v + (1 - beta2) |g|^2 / V
+    w <- (1 - lr decay) w - lr g / (sqrt(v / (1 - beta2^t)) + epsilon)
+
+That is AdamW without a first moment, whose second moment is the row's mean. A table's state is a number per row, where
+AdamW's takes 12 bytes per element. bf16 weights have no fp32 main weights: they are rounded stochastically, by numbers
+that depend on the table, the update and the element's place in it, so that a run is the same on every layout.
+
+Ranks hold ranges of a table's columns and rows (`parallel.memory`), and each of their replicas a range of that, cut
+wherever it comes: a row's sum of squares is added up over the ranks with its other columns, and over replicas where a
+range ends within a row.
+
+Legend: E elements of a share, W columns on this rank, V of the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor, nn
+
+from kernels.common.rounding import round_stochastically
+from megamem.hashing import key_of
+from pretrain.config.schema import OptimizerConfig
+from pretrain.config.updates import ROW_WISE
+from pretrain.engine.optimizer_shards import row_entries, state_entries
+from pretrain.engine.update_rules import Share, Spread, UpdateRule
+from pretrain.rectangles import rectangles_of_range
+
+# Temporaries are a few tensors of so many elements: few launches on a GPU, the cache on a CPU.
+_WINDOW_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
+(_SECOND_MOMENT,) = ROW_WISE.per_row
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's rectangle of a table.
+
+    Attributes:
+        name: the table's, in checkpoints.
+        first_row, first_column: in the whole table.
+        width: columns of the whole table.
+    """
+
+    name: str
+    first_row: int
+    first_column: int
+    width: int
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Groups over which a row's sum of squares is added up.
+
+    Attributes:
+        columns: ranks with other columns of the same rows.
+        replicas: ranks that own other ranges of the same columns.
+    """
+
+    columns: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A rectangle [n, c] of a share.
+
+    Attributes:
+        rows: of the share's touched rows.
+        first_column: of the rank's W.
+        flat: of the share's E elements.
+    """
+
+    rows: slice
+    first_column: int
+    flat: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """[n, c], this rectangle of one of the share's flat tensors."""
+        return tensor[self.flat].view(self.rows.stop - self.rows.start, -1)
+
+
+class RowWise(UpdateRule):
+    """The update of this rank's shares of tables, with second moments of the rows that they touch."""
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        spreads: Sequence[Spread],
+        *,
+        settings: OptimizerConfig,
+        seed: int,
+        places: Mapping[nn.Parameter, Place],
+        groups: RowGroups,
+    ) -> None:
+        """Take over the shares, with second moments at zero.
+
+        Args:
+            settings: for beta2 and epsilon.
+            seed: of the random numbers of rounding.
+            places: of all tables.
+        """
+        self.shares = shares
+        self._beta2, self._epsilon, self._seed = settings.beta2, settings.epsilon, seed
+        self._places, self._groups = places, groups
+        starts = [0]
+        for share in shares:
+            starts.append(starts[-1] + _num_rows(share))
+        self._rows = {share: slice(*ends) for share, ends in zip(shares, pairwise(starts), strict=True)}
+        device = shares[0].weights.device if shares else torch.device(torch.cuda.current_device())
+        # Of the touched rows of all shares, one share after the other.
+        self._moments = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+        self._cuts = _CutRows(shares, spreads, self._rows, device)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank's shares touch."""
+        return self._moments.numel()
+
+    @property
+    def num_cut(self) -> int:
+        """Rows of all tables of this rank's columns that ranges of several replicas have parts of."""
+        return self._cuts.num
+
+    def describe(self) -> str:
+        """See `UpdateRule.describe`."""
+        return f"tables updated by row: {self._moments.nbytes / 1e6:.3g} MB of state on this rank"
+
+    def main_weights(self, share: Share) -> Tensor:
+        """The model's own, see `UpdateRule.main_weights`."""
+        return share.weights
+
+    def set_weights_from_main(self) -> None:
+        """Nothing: the model's weights are what is updated, saved and loaded."""
+
+    def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+        """See `UpdateRule.state_entries`."""
+        (leaf,) = leaves
+        return {
+            **state_entries(share.parameter, leaves, share.start, share.stop, {"param": share.weights}),
+            **row_entries(leaf, share.start, _SECOND_MOMENT, self._moments[self._rows[share]]),
+        }
+
+    def device_state(self) -> Iterable[Tensor]:
+        """See `UpdateRule.device_state`."""
+        return [self._moments]
+
+    def update_shares(self) -> None:
+        """See `UpdateRule.update_shares`. Collective over the stage."""
+        squares = torch.zeros_like(self._moments)
+        for share in self.shares:
+            of_share = squares[self._rows[share]]
+            for window in _windows(share):
+                of_share[window.rows] += window.of(share.gradient).square().sum(1)
+        if self._groups.columns.size() > 1 and squares.numel():
+            # Ranks with other columns own the same range of theirs.
+            dist.all_reduce(squares, group=self._groups.columns)
+        self._cuts.add_up(squares, self._groups.replicas)
+        for share in self.shares:
+            self._update(share, squares[self._rows[share]])
+
+    def _update(self, share: Share, squares: Tensor) -> None:
+        place, beta2 = self._places[share.parameter], self._beta2
+        lr, decay = share.group["lr"], share.group["weight_decay"]
+        moments = self._moments[self._rows[share]]
+        # One operation at a time: a fused product and sum rounds once in the middle of a loop, and twice at its end.
+        moments.mul_(beta2).add_(squares.mul_((1 - beta2) / place.width))
+        correction = 1 - beta2 ** (share.num_updates + 1)
+        factors = (moments / correction).sqrt_().add_(self._epsilon).reciprocal_().mul_(-lr)
+        first_row = place.first_row + share.start // share.parameter.shape[1]
+        key = key_of(self._seed, "rounding", place.name, str(share.num_updates))
+        for window in _windows(share):
+            weights = window.of(share.weights)
+            change = window.of(share.gradient) * factors[window.rows].unsqueeze(1)
+            if weights.dtype == torch.float32:
+                weights.mul_(1 - lr * decay).add_(change)
+            else:
+                updated = change.add_(weights.float().mul_(1 - lr * decay))
+                round_stochastically(
+                    updated,
+                    weights,
+                    key=key,
+                    first_row=first_row + window.rows.start,
+                    first_column=place.first_column + window.first_column,
+                    width=place.width,
+                )
+
+
+class _CutRows:
+    """Rows that ranges of several replicas have parts of, over all tables: as many on every replica."""
+
+    def __init__(
+        self, shares: Sequence[Share], spreads: Sequence[Spread], rows: Mapping[Share, slice], device: torch.device
+    ) -> None:
+        numbers: dict[tuple[nn.Parameter, int], int] = {}
+        for spread in spreads:
+            width = spread.parameter.shape[1]
+            for row in sorted({cut // width for cut in spread.cuts if cut % width}):
+                numbers[spread.parameter, row] = len(numbers)
+        self.num = len(numbers)
+        touched: dict[int, int] = {}
+        for share in shares:
+            first = share.start // share.parameter.shape[1]
+            # A range has cut rows at its ends alone.
+            for row in {first, first + _num_rows(share) - 1}:
+                number = numbers.get((share.parameter, row))
+                if number is not None:
+                    touched[number] = rows[share].start + row - first
+        self._numbers = torch.tensor(list(touched), dtype=torch.int64, device=device)
+        self._rows = torch.tensor(list(touched.values()), dtype=torch.int64, device=device)
+
+    def add_up(self, squares: Tensor, replicas: dist.ProcessGroup) -> None:
+        """Replace, in sums per touched row, those of cut rows by sums over the replicas. Collective over them."""
+        if self.num:
+            sums = squares.new_zeros(self.num)
+            sums[self._numbers] = squares[self._rows]
+            dist.all_reduce(sums, group=replicas)
+            squares[self._rows] = sums[self._numbers]
+
+
+def _num_rows(share: Share) -> int:
+    """Rows that a share has elements of."""
+    width = share.parameter.shape[1]
+    return -(-share.stop // width) - share.start // width
+
+
+def _windows(share: Share) -> Iterator[_Window]:
+    """Rectangles of a share of at most a window's elements, or of one row, in order."""
+    width = share.parameter.shape[1]
+    rows_at_once = max(1, _WINDOW_ELEMENTS[share.weights.device.type] // width)
+    first_row = share.start // width
+    for part in rectangles_of_range(share.parameter.shape, share.start, share.stop):
+        (row, column), (num_rows, num_columns) = part.offset, part.shape
+        for first in range(0, num_rows, rows_at_once):
+            num = min(rows_at_once, num_rows - first)
+            flat = part.flat_start - share.start + first * num_columns
+            rows = slice(row - first_row + first, row - first_row + first + num)
+            yield _Window(rows, column, slice(flat, flat + num * num_columns))

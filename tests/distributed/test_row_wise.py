@@ -1,0 +1,153 @@
+"""Tables updated by row are the same bits on every layout, in bf16 with stochastic rounding too.
+
+Gradients are planted after the reduction, as multiples of 2^-8 whose squares add up without rounding: what then differs
+between layouts is the update's own doing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from test_checkpoint_layouts import read_all
+from test_layouts import shards
+from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
+from torch import Tensor
+
+from megamem.shards import walk_shards
+from megamem.sharing import SharingConfig
+from pretrain.config.schema import RunConfig
+from pretrain.engine.row_wise import RowWise
+
+NUM_STEPS = 3
+LR, DECAY, BETA2, EPSILON = 0.01, 0.3, 0.9, 1e-4
+
+
+def by_row(config: RunConfig, precision: Literal["fp32", "bf16"]) -> RunConfig:
+    optimizer = replace(config.optimizer, tables="row_wise", beta2=BETA2, epsilon=EPSILON)
+    return replace(config, optimizer=optimizer, train=replace(config.train, precision=precision))
+
+
+# Rows and widths by which ranges of replicas end within rows.
+MEMORY = replace(MEMORY, num_keys=13, value_dim=28, pre_value_dim=44, sharing=SharingConfig("block", 2))
+ODD = replace(SHARED, model=replace(SHARED.model, memory=MEMORY))
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "memory 2": (2, {"memory": 2}),
+    "data 4": (4, {}),
+    "pipeline 2 x data 2": (4, {"pipeline": 2}),
+    "tensor 2 x data 2 x memory 4, 2 of rows": (4, {"tensor": 2, "memory": 4, "memory_rows": 2}),
+    "data 8 x memory 2 of rows": (8, {"memory": 2, "memory_rows": 2}),
+    "pipeline 2 x tensor 2 x data 2 x memory 2": (8, {"pipeline": 2, "tensor": 2, "memory": 2}),
+}
+WITH_CUT_ROWS = {name for name in LAYOUTS if "data" in name and "memory 4" not in name}
+
+
+def planted(shape: tuple[int, ...], step: int) -> Tensor:
+    """A whole table's gradient: a row in three is 0, as if it had not been read."""
+    generator = torch.Generator().manual_seed(step)
+    gradient = torch.randint(-8, 9, shape, generator=generator) * 2.0**-8
+    return gradient * (torch.randint(0, 3, shape[:1], generator=generator) > 0).unsqueeze(1)
+
+
+def update(run: TinyRun, step: int) -> None:
+    """One update of the tables, with planted gradients."""
+    for chunk, bare in zip(run.chunks, run.bare, strict=True):
+        chunk.zero_grad_buffer()
+        for parameter, leaf in walk_shards(bare.sharded_state_dict()):
+            if leaf.key.startswith("banks."):
+                part = tuple(slice(a, a + n) for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True))
+                parameter.main_grad.copy_(planted(leaf.global_shape, step)[part])
+    run.optimizer.zero_grad()
+    run.optimizer.prepare_grads()
+    for group in run.optimizer.param_groups:
+        group.update(lr=LR, weight_decay=DECAY)
+    run.optimizer.step_with_ready_grads()
+    # As the next forward pass does.
+    run.run.complete_weights()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a rank.
+
+    Attributes:
+        num_cut: rows that several replicas own parts of.
+        num_rows: rows that the rank has state of.
+    """
+
+    num_cut: int
+    num_rows: int
+
+
+def updated(config: RunConfig, folder: Path) -> Outcome:
+    with tiny_run(config) as run:
+        for step in range(NUM_STEPS):
+            update(run, step)
+        run.save(folder)
+        rules = [rule for rule in run.optimizer.rules if isinstance(rule, RowWise)]
+        return Outcome(sum(rule.num_cut for rule in rules), sum(rule.num_rows for rule in rules))
+
+
+def tables_in(folder: Path) -> dict[str, Tensor]:
+    tensors = read_all(folder / "step_00000000")
+    return {name: tensor for name, tensor in tensors.items() if ".banks." in name}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_layout_has_the_bits_of_one_rank(
+    run_ranks: Any, tmp_path: Path, precision: Literal["fp32", "bf16"]
+) -> None:
+    config = by_row(ODD, precision)
+    run_ranks(lambda: updated(config, tmp_path / "one"), 1)
+    expected = tables_in(tmp_path / "one")
+    dtypes = {tensor.dtype for key, tensor in expected.items() if ".param." in key}
+    assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    cut: dict[str, int] = {}
+    for num_ranks in (2, 4, 8):
+        names = [name for name, (size, _) in LAYOUTS.items() if size == num_ranks]
+
+        def main(names: list[str] = names) -> list[Outcome]:
+            return [updated(on(config, micro_batch_size=1, **LAYOUTS[name][1]), tmp_path / name) for name in names]
+
+        by_rank = run_ranks(main, num_ranks)
+        cut |= {name: max(of_rank[index].num_cut for of_rank in by_rank) for index, name in enumerate(names)}
+    for name in LAYOUTS:
+        actual = tables_in(tmp_path / name)
+        assert actual.keys() == expected.keys()
+        different = [key for key in expected if not torch.equal(actual[key], expected[key])]
+        assert not different, name
+    assert {name for name, num in cut.items() if num} == WITH_CUT_ROWS
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_is_the_formula_in_fp64(run_ranks: Any, tmp_path: Path, precision: Literal["fp32", "bf16"]) -> None:
+    def main() -> dict[str, Tensor]:
+        with tiny_run(by_row(ODD, precision)) as run:
+            before = {shard.key: shard.data for shard in shards(run.bare) if shard.key.startswith("banks.")}
+        updated(by_row(ODD, precision), tmp_path)
+        return before
+
+    (before,) = run_ranks(main, 1)
+    after = tables_in(tmp_path)
+    for name, initial in before.items():
+        weight, square = initial.double(), torch.zeros(initial.shape[0], 1, dtype=torch.float64)
+        largest = weight.abs()
+        for step in range(NUM_STEPS):
+            gradient = planted(tuple(initial.shape), step).double()
+            square = BETA2 * square + (1 - BETA2) * gradient.square().mean(1, keepdim=True)
+            root = (square / (1 - BETA2 ** (step + 1))).sqrt()
+            weight = weight - LR * DECAY * weight - LR * gradient / (root + EPSILON)
+            largest = torch.maximum(largest, weight.abs())
+        actual = after[f"optimizer.state.param.{name}"].double()
+        moments = after[f"optimizer.state.row_exp_avg_sq.{name}"]
+        assert torch.allclose(moments.double(), square.squeeze(1), rtol=1e-6, atol=0)
+        if precision == "fp32":
+            assert torch.allclose(actual, weight, rtol=1e-6, atol=1e-8)
+        else:
+            # Three roundings, each by less than a last bit, whose mean is 0.
+            errors = (actual - weight) / torch.ldexp(torch.ones_like(weight), torch.frexp(largest)[1] - 8)
+            assert 0.1 < float(errors.abs().max()) < 2 * NUM_STEPS
+            assert abs(float(errors.mean())) < 5 * float(errors.std()) / errors.numel() ** 0.5
