@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,15 @@ class Target:
         global_shape: that the stored tensor has to have.
         data: in the region's shape, filled in place, of any dtype.
         rounded_to: a dtype that every element is cast to on its way; None: straight to that of `data`.
+        rows: a region with a number per row fills `data` [rows, columns] by "spread"ing each over its row; one
+            [rows, columns] fills `data` [rows] by the "mean" of each row, all of whose columns it has.
     """
 
     region: Region
     global_shape: tuple[int, ...]
     data: Tensor
     rounded_to: torch.dtype | None = None
+    rows: Literal["spread", "mean"] | None = None
 
 
 def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
@@ -114,12 +118,16 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
         by_file.setdefault(item.file, []).append(item)
 
     reader = TorchDistReader(folder, index)
+    for target in targets:
+        if target.rows == "mean":
+            target.data.zero_()
 
-    def read(file: str) -> None:
+    def read(file: str, *, means: bool = False) -> None:
         for item in by_file[file]:
-            stored = reader.item(item)
-            for target in uses[item]:
-                _copy(stored, item.region, target)
+            if parts := [target for target in uses[item] if (target.rows == "mean") == means]:
+                stored = reader.item(item)
+                for target in parts:
+                    _copy(stored, item.region, target)
 
     with ThreadPoolExecutor(_READING_THREADS) as threads:
         futures = {file: threads.submit(read, file) for file in by_file}
@@ -130,6 +138,9 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
                 return f"{file} ({cause.strerror if isinstance(cause, OSError) else 'damaged contents'})"
             if error is not None:
                 raise error
+    # In the order of the files, not of threads: parts of a row's mean are added up.
+    for file in by_file:
+        read(file, means=True)
     return None
 
 
@@ -139,4 +150,10 @@ def _copy(stored: LazyTensor, region: Region, target: Target) -> None:
     source = stored.read(tuple(part.start for part in slices_in(common, region)), common.shape)
     if target.rounded_to is not None:
         source = source.to(target.rounded_to)
-    target.data[slices_in(common, target.region)].copy_(source)
+    place = target.data[slices_in(common, target.region)[: target.data.dim()]]
+    if target.rows == "mean":
+        place += source.to(place).sum(1) / target.region.shape[1]
+    elif target.rows == "spread":
+        place.copy_(source.unsqueeze(1).expand_as(place))
+    else:
+        place.copy_(source)

@@ -19,8 +19,10 @@ from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights, main_name
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
+from pretrain.checkpoint.store.tensors import Region
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ADAMW, ROW_WISE
 from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
@@ -62,7 +64,7 @@ def restore_run(
     The weights come from the main weights, each rank's share of them, and are gathered as after an update. Where a
     checkpoint has weights and no main weights, because it holds weights alone or they were not trained, the weights are
     the main weights, the moments start at zero, and their updates are counted anew. Without `with_moments` all moments
-    start at zero.
+    start at zero. Where another update of tables wrote it, their moments are made of what there is.
 
     Args:
         trained_layers: the run's `optimizer.trained_layers`, by which the chunks were built.
@@ -79,6 +81,10 @@ def restore_run(
     state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
     if not with_moments:
         state = [shard for shard in state if shard.key.startswith(MAIN_PREFIX)]
+    for shard in state:
+        if not shard.key.startswith(MAIN_PREFIX):
+            # Those that a checkpoint of another update does not have start at zero.
+            shard.data.zero_()
     load(
         saved.path,
         lambda index: [*_weight_targets(untrained, index, saved.weights_dtype), *_state_targets(state, index)],
@@ -111,9 +117,29 @@ def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Ta
     for shard in shards:
         weight = shard.key.removeprefix(STATE_PREFIX).partition(".")[2]
         if weight not in index.tensors or main_name(weight) in index.tensors:
-            yield _target(shard)
+            yield from _of_other_update(shard, weight, index) if shard.key not in index.tensors else [_target(shard)]
         elif shard.key == main_name(weight):
             yield _target(shard, weight)
+
+
+def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterator[Target]:
+    """Targets of a table's moments that a checkpoint has none of, by those that its other update kept.
+
+    The mean over a row of AdamW's second moments is the row's, to rounding: both are averages over the same steps. The
+    other way each element gets its row's; first moments have nothing to come from, and stay at zero.
+    """
+    of_elements, of_rows = (f"{STATE_PREFIX}{name}.{weight}" for name in (ADAMW.per_element[1], ROW_WISE.per_row[0]))
+    if shard.key == of_rows and of_elements in index.tensors:
+        num_rows, columns = shard.global_shape[0], index.tensors[of_elements].shape[1]
+        region = Region(of_elements, (shard.global_offset[0], 0), (shard.local_shape[0], columns))
+        yield Target(region, (num_rows, columns), shard.data, rows="mean")
+    elif of_rows not in index.tensors:
+        # Its absence is an error.
+        yield _target(shard)
+    elif shard.key == of_elements:
+        whole = region_of(shard)
+        region = Region(of_rows, whole.offset[:1], whole.shape[:1])
+        yield Target(region, tuple(shard.global_shape[:1]), shard.data.detach().view(whole.shape), rows="spread")
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

@@ -36,7 +36,7 @@ from pretrain.engine.update_rules import Share, Spread, UpdateRule
 from pretrain.rectangles import rectangles_of_range
 
 # Temporaries are a few tensors of so many elements: few launches on a GPU, the cache on a CPU.
-_WINDOW_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
+_WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 22, 1 << 16
 (_SECOND_MOMENT,) = ROW_WISE.per_row
 
 
@@ -235,7 +235,8 @@ def _num_rows(share: Share) -> int:
 def _windows(share: Share) -> Iterator[_Window]:
     """Rectangles of a share of at most a window's elements, or of one row, in order."""
     width = share.parameter.shape[1]
-    rows_at_once = max(1, _WINDOW_ELEMENTS[share.weights.device.type] // width)
+    window = _WINDOW_ELEMENTS if share.weights.is_cuda else _WINDOW_ELEMENTS_ON_CPU
+    rows_at_once = max(1, window // width)
     first_row = share.start // width
     for part in rectangles_of_range(share.parameter.shape, share.start, share.stop):
         (row, column), (num_rows, num_columns) = part.offset, part.shape

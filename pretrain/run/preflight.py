@@ -22,12 +22,12 @@ from pretrain.data.manifest import PreparedDataset
 from pretrain.errors import ConfigError, UserError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
+from pretrain.planning.costs.state import dense_state, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable
 from pretrain.run.trained_data import check_trained_data
 
-_BYTES_OF_WEIGHT_AND_GRADIENT = 4 + 4
-_BYTES_OF_MOMENTS = 4 + 4
+_BYTES_OF_GRADIENT = 4
 
 
 def check_stages(
@@ -149,13 +149,14 @@ def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:
-    """Refuse weights and gradients, once per replica, and moments beyond memory; activations and buffers only add."""
+    """Refuse weights and gradients, once per replica, and optimizer state beyond memory; the rest only adds."""
     counts = count_parameters(model)
     layout = config.parallel
     replicas = max(1, num_ranks // (layout.tensor * layout.pipeline * layout.context))
     backbone = counts.total - counts.tables
-    needed = backbone * (replicas * _BYTES_OF_WEIGHT_AND_GRADIENT + _BYTES_OF_MOMENTS)
-    needed += counts.tables * (_BYTES_OF_WEIGHT_AND_GRADIENT + _BYTES_OF_MOMENTS)
+    weight_and_gradient = config.train.element_bytes + _BYTES_OF_GRADIENT
+    needed = backbone * (replicas * weight_and_gradient + dense_state(config))
+    needed += counts.tables * (weight_and_gradient + table_state(config))
     available = machine_memory_bytes()
     if needed > available:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +168,21 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
             "--run-dir"
         )
     return list(changes.values())
+
+
+def lost_of_tables(saved: SavedState, config: RunConfig) -> Iterator[str]:
+    """Losses of the state of tables by another `optimizer.tables` than the checkpoint's, in a sentence; none if alike."""
+    before, now = saved_config(saved, None).optimizer.tables, config.optimizer.tables
+    if (before, now) == ("adamw", "row_wise"):
+        yield (
+            "optimizer.tables is row_wise now: each row goes on with the mean of its second moments; the tables' first "
+            "moments are dropped, and bf16 tables go on without what their main weights had beyond bf16"
+        )
+    elif (before, now) == ("row_wise", "adamw"):
+        yield (
+            "optimizer.tables is adamw now: each element goes on with its row's second moment, and the tables' first "
+            "moments start at zero"
+        )
 
 
 def _stage_name(config: RunConfig) -> str | None:

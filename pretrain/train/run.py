@@ -36,7 +36,7 @@ from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from pretrain.run.owner import Owner, owned
 from pretrain.run.preflight import check_gpu_memory
-from pretrain.run.saved_run import check_resumable, ranks_were_started
+from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_started
 from pretrain.run.trained_data import check_trained_data, data_read
 from pretrain.state import RunState
 
@@ -229,7 +229,7 @@ def _checkpoint_to_go_on_from(
         return None
     begins = config.stage is not None and saved.step == config.stage.steps_before
     changes = check_resumable(config, saved, as_new_run=begins and saved.path.parent != folder.checkpoints)
-    told = check_trained_data(config, saved, datasets)
+    told = [*check_trained_data(config, saved, datasets), *lost_of_tables(saved, config)]
     if groups.is_main:
         print(f"{'beginning' if begins else 'resuming'} from {saved.path} (step {saved.step})", flush=True)
         for change in changes:

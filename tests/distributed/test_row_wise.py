@@ -151,3 +151,47 @@ def test_one_rank_is_the_formula_in_fp64(run_ranks: Any, tmp_path: Path, precisi
             errors = (actual - weight) / torch.ldexp(torch.ones_like(weight), torch.frexp(largest)[1] - 8)
             assert 0.1 < float(errors.abs().max()) < 2 * NUM_STEPS
             assert abs(float(errors.mean())) < 5 * float(errors.std()) / errors.numel() ** 0.5
+
+
+def test_another_update_goes_on_with_what_there_is_of_the_state(run_ranks: Any, tmp_path: Path) -> None:
+    """AdamW's tables become rows' on another layout, and elements' again on a third; other parameters keep all."""
+    rows = by_row(ODD, "bf16")
+    elements = replace(rows, optimizer=replace(rows.optimizer, tables="adamw"))
+
+    def train() -> None:
+        with tiny_run(elements) as run:
+            run.train(2)
+            run.save(tmp_path / "elements")
+
+    def change(config: RunConfig, source: str, target: str) -> None:
+        with tiny_run(config) as run:
+            # Nothing of these may be left.
+            for optimizer in run.optimizer.chained_optimizers:
+                for state in optimizer.device_state():
+                    state.detach().fill_(7.0)
+            run.resume(tmp_path / source / "step_00000002")
+            assert {share.num_updates for rule in run.optimizer.rules for share in rule.shares} <= {2}
+            run.save(tmp_path / target)
+
+    run_ranks(train, 1)
+    to_rows = on(rows, micro_batch_size=1, memory=4, memory_rows=2)
+    run_ranks(lambda: change(to_rows, "elements", "rows"), 4)
+    run_ranks(lambda: change(on(elements, memory=2), "rows", "elements again"), 2)
+    before, by_rows, after = (
+        read_all(tmp_path / name / "step_00000002") for name in ("elements", "rows", "elements again")
+    )
+    assert before.keys() == after.keys()
+    tables = {name.removeprefix("optimizer.state.param.") for name in before if ".param.banks." in name}
+    assert len(tables) == 4
+    others = {name for name in before if not name.endswith(tuple(tables))}
+    assert all(torch.equal(before[name], by_rows[name]) and torch.equal(before[name], after[name]) for name in others)
+    for name in tables:
+        main, first, second = (f"optimizer.state.{part}.{name}" for part in ("param", "exp_avg", "exp_avg_sq"))
+        assert torch.equal(by_rows[main], before[main].bfloat16())
+        assert torch.equal(after[main], by_rows[main].float())
+        row = by_rows[f"optimizer.state.row_exp_avg_sq.{name}"]
+        assert row.any()
+        assert torch.allclose(row.double(), before[second].double().mean(1), rtol=1e-6, atol=0)
+        assert torch.equal(after[second], row.unsqueeze(1).expand_as(after[second]))
+        assert before[first].any()
+        assert not after[first].any()

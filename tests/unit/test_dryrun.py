@@ -120,7 +120,8 @@ OFFLOADED = replace(
     parallel=replace(SPLIT.parallel, memory_rows=4),
     optimizer=OptimizerConfig(value_offload="cpu"),
 )
-# Memories that are handed on to later blocks, each read of which unpacks rows and bins of many entries.
+# Memories that are handed on to later blocks, each read of which unpacks rows and bins of many entries. Tables are
+# updated by row, whose sums go over the ranks with other columns.
 SKIPPING = replace(
     SPLIT,
     model=replace(
@@ -131,6 +132,7 @@ SKIPPING = replace(
         ),
     ),
     parallel=ParallelConfig(pipeline=2, memory=8, memory_rows=2),
+    optimizer=OptimizerConfig(tables="row_wise"),
 )
 RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=8), train=SPLIT.train)
 READ_TOGETHER = replace(

@@ -34,7 +34,7 @@ from pretrain.config.stages import load_config
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
-from pretrain.run.saved_run import check_resumable
+from pretrain.run.saved_run import check_resumable, lost_of_tables
 from pretrain.state import DataRead, RunState
 from pretrain.train.run import Run, open_run
 
@@ -80,6 +80,15 @@ def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
 )
 def test_what_may_change_is_told(changed: RunConfig, told: list[str]) -> None:
     assert check_resumable(changed, saved_with(CONFIG)) == told
+
+
+def test_another_update_of_tables_says_what_is_lost() -> None:
+    by_row = replace(CONFIG, optimizer=OptimizerConfig(tables="row_wise"))
+    assert "optimizer.tables: adamw -> row_wise" in check_resumable(by_row, saved_with(CONFIG))
+    assert ["first moments are dropped" in text for text in lost_of_tables(saved_with(CONFIG), by_row)] == [True]
+    assert ["first moments start at zero" in text for text in lost_of_tables(saved_with(by_row), CONFIG)] == [True]
+    for config in (CONFIG, by_row):
+        assert not list(lost_of_tables(saved_with(config), config))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ _AXES: Mapping[str, str] = {
     "table replicas": "tables",
     "data": "dense",
 }
+_ROW_SUMS = ("memory", "table columns")
+"""Axes over which sums per row of tables go (`optimizer.tables: row_wise`); nothing else is summed over them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def _counted(report: RankReport) -> dict[str, float]:
     """Bytes sent by field of `StageSent`."""
     found = dict.fromkeys((*_AXES.values(), "messages", "copies"), 0.0)
     for call in report.collectives:
-        if call.axis in _AXES:
+        if call.op == "all_reduce" and call.axis in _ROW_SUMS:
+            found["tables"] += call.sent_bytes
+        elif call.axis in _AXES:
             found[_AXES[call.axis]] += call.sent_bytes
         elif call.op == "send":
             found["messages"] += call.sent_bytes

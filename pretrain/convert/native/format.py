@@ -140,7 +140,11 @@ def _files(
     folder: str, tensors: Mapping[str, TensorInfo], layout: ParallelConfig, *, max_file_bytes: int
 ) -> list[TorchDistFile]:
     """Tables, matrices and optimizer state, each cut as the layout's ranks cut them."""
-    parts = [part for name, info in sorted(tensors.items()) for part in parts_of(name, info, _columns(name, layout))]
+    parts = [
+        part
+        for name, info in sorted(tensors.items())
+        for part in parts_of(name, info, _columns(name, layout) if len(info.shape) > 1 else 1)
+    ]
     return pack(f"{folder}__0", parts, tensors, max_file_bytes)
 
 

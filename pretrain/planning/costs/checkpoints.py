@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.memory import checkpoint_width
-from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.memory import checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,7 @@ class CheckpointCosts:
 
 def checkpoint_costs(config: RunConfig, num_ranks: int, hardware: Hardware) -> CheckpointCosts:
     """Costs of a checkpoint of a run on `num_ranks` ranks. Items are shared out evenly over all ranks."""
-    parameters = sum(
-        stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
-        for stage in stages_of(config)
-    )
-    num_bytes = float(checkpoint_width(config) * parameters)
+    num_bytes = checkpoint_bytes(config)
     nodes = max(1, num_ranks // hardware.gpus_per_node)
     save_s = num_bytes / (nodes * hardware.storage_gb_per_s * 1e9)
     copied_s = num_bytes / num_ranks / (hardware.host_link_gb_per_s * 1e9)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.state import dense_state, table_state
 
 _GRADIENT = 4
 
@@ -42,7 +42,7 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
 
     Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
     all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
-    state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones. A bank
+    state is split over all ranks (`pretrain.planning.costs.state` has its bytes per parameter). A bank
     of which every stage holds a copy is divided by the stages in neither. Weights that are not
     trained (`optimizer.trained_layers`) have neither gradients nor optimizer state.
     """
@@ -51,14 +51,15 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     copied = copied_elements(config.model)
     per_rank = ((counts.total - split) / layout.tensor + (split - copied) / layout.memory) / layout.pipeline
     per_rank += copied / layout.memory
-    stepped = counts.total + (layout.pipeline - 1) * copied
-    stepped -= counts.tables + (layout.pipeline - 1) * copied if config.optimizer.value_offload == "cpu" else 0
+    stepped, stepped_tables = counts.total - counts.tables, counts.tables + (layout.pipeline - 1) * copied
     with_gradients = per_rank
     if config.optimizer.trained_layers is not None:
         trained = [stage.trained for stage in stages_of(config)]
         dense = sum(each.split + each.whole for each in trained)
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
-        stepped = dense + experts + (0 if config.optimizer.value_offload == "cpu" else tables)
-    state = ADAMW.element_bytes(train.element_bytes)
-    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, stepped * state / num_ranks)
+        stepped, stepped_tables = dense + experts, tables
+    state = stepped * dense_state(config)
+    if config.optimizer.value_offload == "none":
+        state += stepped_tables * table_state(config)
+    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, state / num_ranks)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.equal_compute import flops_measure, solve_ffn_width
 from pretrain.planning.costs.hardware import Hardware
@@ -76,7 +77,7 @@ class Estimate:
         if layout.pipeline > 1:
             keys["parallel.virtual_pipeline"] = layout.virtual_pipeline
             keys["parallel.pipeline_layout"] = layout.pipeline_layout
-        if self.config.model.memory is not None:
+        if self.config.model.memory is not None and table_update(self.config.optimizer) is ADAMW:
             keys["optimizer.value_offload"] = self.config.optimizer.value_offload
         return keys
 
@@ -132,7 +133,9 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
 
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
     """Variants of a layout: microbatch, recomputation, where tables are stepped."""
-    offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
+    offloads: tuple[Literal["none", "cpu"], ...] = ("none",)
+    if config.model.memory is not None and table_update(config.optimizer) is ADAMW:
+        offloads = ("none", "cpu")
     # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
     selective = config.parallel.context > 1
     recomputes: tuple[Literal["none", "selective", "full"], ...] = (
@@ -187,7 +190,7 @@ def dense_twin(config: RunConfig) -> RunConfig | None:
         config,
         model=replace(bare, ffn_hidden_size=width),
         parallel=replace(config.parallel, memory=1, memory_rows=1),
-        optimizer=replace(config.optimizer, value_offload="none"),
+        optimizer=replace(config.optimizer, tables="adamw", value_offload="none"),
     )
 
 
@@ -198,7 +201,7 @@ def _divisors(number: int) -> list[int]:
 _HELP = {
     MemoryPart.TABLES: "raise parallel.memory or parallel.pipeline",
     MemoryPart.TABLE_GRADIENTS: "raise parallel.memory or parallel.pipeline",
-    MemoryPart.TABLE_OPTIMIZER: "use more GPUs, or optimizer.value_offload: cpu",
+    MemoryPart.TABLE_OPTIMIZER: "use more GPUs, optimizer.value_offload: cpu or optimizer.tables: row_wise",
     MemoryPart.WEIGHTS: "raise parallel.tensor or parallel.pipeline",
     MemoryPart.GRADIENTS: "raise parallel.tensor or parallel.pipeline",
     MemoryPart.OPTIMIZER: "use more GPUs",

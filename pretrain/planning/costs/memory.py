@@ -25,6 +25,7 @@ from pretrain.planning.costs.attention import attention_backward, attention_kept
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+from pretrain.planning.costs.state import dense_state, stored_dense, stored_table, table_state
 
 
 class MemoryPart(StrEnum):
@@ -107,11 +108,7 @@ class StageBytes:
 def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
     """Bytes of a rank of every stage, first to last. The formulas of activations are for bf16."""
     division = Division.of(config, num_ranks)
-    total = sum(
-        stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
-        for stage in stages_of(config)
-    )
-    save = _save_bytes(config, total / num_ranks)
+    save = _save_bytes(config, checkpoint_bytes(config) / num_ranks)
     return tuple(
         StageBytes(
             {**_held(config, stage, division), **_activations(config, stage, rank, division)},
@@ -122,10 +119,10 @@ def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
     )
 
 
-def _save_bytes(config: RunConfig, owned: float) -> float:
-    """Host memory for a save of the `owned` parameters that a rank writes: of all, or of an item per writing thread."""
+def _save_bytes(config: RunConfig, written: float) -> float:
+    """Host memory for a save of the `written` bytes of a rank: of all, or of an item per writing thread."""
     if config.checkpoint.asynchronous:
-        return page_locked(owned * checkpoint_width(config))
+        return page_locked(written)
     return config.checkpoint.writer_threads * ITEM_BYTES
 
 
@@ -135,10 +132,12 @@ def page_locked(num_bytes: float) -> float:
     return float(whole * CHUNK_BYTES + (1 << (math.ceil(rest) - 1).bit_length() if rest else 0))
 
 
-def checkpoint_width(config: RunConfig) -> int:
-    """Bytes per parameter of a checkpoint: fp32 main weights and moments, and weights if they are asked for."""
-    state = MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES)
-    return state + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Bytes of a checkpoint."""
+    stages = stages_of(config)
+    tables = sum(stage.table_elements for stage in stages)
+    dense = sum(stage.expert_weights + stage.split_weights + stage.whole_weights for stage in stages)
+    return dense * stored_dense(config) + tables * stored_table(config)
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:
@@ -162,21 +161,20 @@ def trained_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """Bytes per weight: e; where it is trained, also 4 of gradient, and 12 (in fp32: 8) of optimizer state, split over
-    replicas."""
+    """Bytes per weight: e; where it is trained, also 4 of gradient, and optimizer state, split over replicas."""
     element = config.train.element_bytes
-    state = ADAMW.element_bytes(element)
     dense, tables = local_dense(config, stage), local_tables(config, stage)
     dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
-    offloads = config.optimizer.value_offload == "cpu"
-    on_device = stage.trained.experts / config.parallel.memory if offloads else tables_trained
+    on_device = stage.trained.experts * dense_state(config)
+    if config.optimizer.value_offload == "none":
+        on_device += stage.trained.table_elements * table_state(config)
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
         MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
         MemoryPart.TABLE_GRADIENTS: tables_trained * _GRADIENT,
-        MemoryPart.OPTIMIZER: dense_trained * state / (division.replicas * config.parallel.context),
-        MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
+        MemoryPart.OPTIMIZER: dense_trained * dense_state(config) / (division.replicas * config.parallel.context),
+        MemoryPart.TABLE_OPTIMIZER: on_device / config.parallel.memory / division.table_replicas,
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.memory import trained_dense, trained_tables
@@ -28,7 +29,7 @@ class StageSent:
         context: of attention across cut sequences.
         tensor: of tensor parallelism in forward and backward.
         messages: to neighbouring stages.
-        tables: reductions of gradients and gathers of weights, of tables and experts.
+        tables: reductions of gradients and gathers of weights, of tables and experts, and sums per row over columns.
         dense: the same of all else.
         copies: sums over the stages of banks that each holds a copy of.
     """
@@ -63,10 +64,23 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         context=m * context_bytes(config, stage),
         tensor=m * tensor_bytes(config, stage, division) + _tensor_sums(config, stage, division),
         messages=m * crossings * hidden,
-        tables=ring(trained_tables(config, stage), division.table_replicas),
+        tables=ring(trained_tables(config, stage), division.table_replicas) + _row_sums(config, stage, division),
         dense=ring(trained_dense(config, stage), division.replicas * layout.context),
         copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
     )
+
+
+def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of the sums per row that ranks with other columns of the same rows add up, for the rows that each owns.
+
+    Without those that replicas send each other where a range ends within a row: one number per replica.
+    """
+    columns, memory = config.parallel.memory_columns, config.model.memory
+    if memory is None:
+        return 0.0
+    rows = stage.trained.table_elements / memory.row_width * len(memory.tables) / config.parallel.memory_rows
+    sums = table_update(config.optimizer).row_bytes * rows / division.table_replicas
+    return 2 * (columns - 1) / columns * sums
 
 
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ROW_WISE, table_update
 from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs
 from pretrain.planning.costs.traffic import exchanged_bytes
 
@@ -36,6 +37,7 @@ class Part(StrEnum):
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ class Cost:
 
     flops: float | None = None
     num_bytes: float | None = None
+
+
+def table_step_bytes(config: RunConfig) -> float:
+    """Bytes that an update of tables moves per element, on the device."""
+    train = config.train
+    if table_update(config.optimizer) is ROW_WISE:
+        # The gradient is read for its squares and for the update, which reads and writes the weight.
+        return 2 * _GRADIENT_BYTES + 2 * train.element_bytes
+    # Next to fp32 main weights there are those of the model in bf16.
+    return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 
 
 def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
@@ -77,7 +89,5 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
         Part.ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),
     }
     if config.optimizer.value_offload == "none" and model.moe is None:
-        # Next to fp32 main weights there are those of the model in bf16.
-        per_element = _ADAM_BYTES + (element if train.precision == "bf16" else 0)
-        costs[Part.TABLE_STEP] = Cost(num_bytes=per_element * tables / num_ranks)
+        costs[Part.TABLE_STEP] = Cost(num_bytes=table_step_bytes(config) * tables / num_ranks)
     return {part: cost for part, cost in costs.items() if cost.flops or cost.num_bytes}

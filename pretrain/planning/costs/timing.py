@@ -19,6 +19,7 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ROW_WISE, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
@@ -28,6 +29,7 @@ from pretrain.planning.costs.reductions import Weights, exposed
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
 
 
@@ -372,7 +374,11 @@ def _after_backward(
         owned = weights / replicas
         on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
         # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
-        moved = 4 * weights + 3 * 4 * owned + (0 if on_host else (28 + element) * owned)
+        updated = (28 + element) * owned
+        if part == TimePart.MEMORY_UPDATE and table_update(config.optimizer) is ROW_WISE:
+            tables = stage.trained.table_elements / layout.memory / replicas
+            updated += (table_step_bytes(config) - 28 - element) * tables
+        moved = 4 * weights + 3 * 4 * owned + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s
         if on_host:
             # docs/memory-parallel.md: the copies either way, or the host's own traffic, whichever takes longer.

@@ -66,7 +66,7 @@ def names_of_groups(groups: ParallelGroups) -> dict[str, str]:
     assert world is not None
     named = {attribute: getattr(groups.megatron, attribute, None) for attribute in _AXES}
     of_axes = {group.group_name: _AXES[attribute] for attribute, group in named.items() if group is not None}
-    return {world.group_name: "world", **of_axes}
+    return {world.group_name: "world", groups.table_columns.group_name: "table columns", **of_axes}
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Bytes of state per weight, by what updates it (`pretrain.config.updates`): while a run trains, and in its checkpoints."""
+
+from __future__ import annotations
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, table_update
+
+
+def dense_state(config: RunConfig) -> float:
+    """Bytes of optimizer state per weight of what is no table, main weights included."""
+    return ADAMW.element_bytes(config.train.element_bytes)
+
+
+def table_state(config: RunConfig) -> float:
+    """The same per element of tables, as each rank has it for its share.
+
+    All ranks with columns of a row have the numbers that are kept per row.
+    """
+    return _table_state(config, config.train.element_bytes, copies=config.parallel.memory_columns)
+
+
+def stored_dense(config: RunConfig) -> float:
+    """Bytes of a checkpoint per weight of what is no table: fp32 main weights, moments, and a copy of the weights if it
+    is asked for."""
+    return MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES) + _copy_bytes(config)
+
+
+def stored_table(config: RunConfig) -> float:
+    """The same per element of tables, whose weights stand for themselves where they have no main weights."""
+    if table_update(config.optimizer).has_main_weights:
+        main = MAIN_WEIGHT_BYTES
+    else:
+        main = config.train.element_bytes
+    return main + _table_state(config, MAIN_WEIGHT_BYTES, copies=1) + _copy_bytes(config)
+
+
+def _table_state(config: RunConfig, weight_bytes: int, *, copies: int) -> float:
+    update, memory = table_update(config.optimizer), config.model.memory
+    rows_per_element = 0.0 if memory is None else len(memory.tables) / memory.row_width
+    return update.element_bytes(weight_bytes) + copies * update.row_bytes * rows_per_element
+
+
+def _copy_bytes(config: RunConfig) -> int:
+    return config.train.element_bytes if config.checkpoint.weights_copy else 0
