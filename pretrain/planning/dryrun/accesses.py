@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 _aten = torch.ops.aten
 ROOM = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
@@ -17,6 +16,17 @@ ROOM = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _at
 _LIKE = re.compile(r"aten::(new_.*|.*_like)$")
 # A view, of which the schema does not say so.
 _VIEW = "aten::_unsafe_view"
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of an operation's arguments or results, in their order: PyTorch's schemas nest sequences alone, which
+    take a tenth of the time of its trees.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return []
 
 
 def has_bytes(value: Any) -> bool:
@@ -41,11 +51,11 @@ def accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor],
     touched: dict[str, list[Tensor]] = {"read": [], "write": [], "shape": []}
     named = [*zip((argument.name for argument in func._schema.arguments), args, strict=False), *kwargs.items()]
     for name, value in named:
-        touched[ways[name]] += [one for one in tree_iter(value) if has_bytes(one)]
+        touched[ways[name]] += filter(has_bytes, tensors_in(value))
     results = out if isinstance(out, tuple) and len(is_new) > 1 else (out,)
     for result, new in zip(results, is_new, strict=False):
         if new:
-            touched["write"] += [one for one in tree_iter(result) if has_bytes(one)]
+            touched["write"] += filter(has_bytes, tensors_in(result))
     return touched["read"], touched["write"]
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
-from torch.utils._pytree import tree_iter
 
+from pretrain.planning.dryrun.accesses import tensors_in
 from pretrain.planning.dryrun.lines import Place, calling_line
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
 
@@ -93,7 +93,7 @@ class CallReader:
         if name not in self._ranks:
             self._ranks[name] = tuple(dist.get_process_group_ranks(group))
         ranks = self._ranks[name]
-        tensors = [tensor for tensor in tree_iter(args[sent]) if isinstance(tensor, Tensor)]
+        tensors = tensors_in(args[sent])
         content = " and ".join(_shape(tensor) for tensor in tensors) if op != "barrier" else ""
         splits = None
         if op in ("all_reduce", "reduce_scatter"):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pretrain.planning.dryrun import gpu_ops
 from pretrain.planning.dryrun.streams import Streams
@@ -44,7 +45,9 @@ _TYPES = {
 
 def is_on_device(tensor: Tensor) -> bool:
     """True of the GPU's tensors."""
-    return tensor.device.type == DEVICE.type
+    # To ask a fake tensor for `device` is an operation, which every mode sees.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return bool(device.type == DEVICE.type)
 
 
 def becomes_pinned(copy: Any, *, non_blocking: bool, to_host: bool) -> bool:

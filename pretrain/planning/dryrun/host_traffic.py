@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
-from pretrain.planning.dryrun.accesses import is_non_blocking
+from pretrain.planning.dryrun.accesses import is_non_blocking, tensors_in
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, becomes_pinned, is_on_device
 from pretrain.planning.dryrun.lines import Place, calling_line
 
@@ -86,7 +86,7 @@ class HostTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [arg for arg in tree_iter((args, kwargs)) if isinstance(arg, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         name = func._schema.name.removeprefix("aten::")
         if func in _COPIES:
             self._copy(func, *_ends(func, args, kwargs), non_blocking=is_non_blocking(func, args, kwargs))
@@ -105,8 +105,8 @@ class HostTraffic(TorchDispatchMode):
                 args = (args[0], [index for mask in args[1] for index in _all_of(mask)], *args[2:])
         out = func(*args, **kwargs)
         if not tensors:
-            for tensor in tree_iter(out):
-                if isinstance(tensor, Tensor) and not is_on_device(tensor) and tensor.dim():
+            for tensor in tensors_in(out):
+                if not is_on_device(tensor) and tensor.dim():
                     self._found(Traffic.HOST_TENSOR, name, tensor.nbytes)
         return out
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, is_non_blocking, storage_of
+from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, is_non_blocking, storage_of, tensors_in
 from pretrain.planning.dryrun.gpu import StandInGpu, becomes_pinned, is_on_device
 from pretrain.planning.dryrun.lines import Lines, Place
 from pretrain.planning.dryrun.order import HOST, Block, Clock, Race
@@ -71,12 +70,12 @@ class OrderWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        tensors = [arg for arg in tree_iter((args, kwargs)) if has_bytes(arg)]
+        tensors = list(filter(has_bytes, tensors_in((*args, *kwargs.values()))))
         stream = self._streams.launching(tensors)
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             self._host_waits()
         out = func(*args, **kwargs)
-        results = [result for result in tree_iter(out) if has_bytes(result)]
+        results = list(filter(has_bytes, tensors_in(out)))
         on_device = [is_on_device(tensor) for tensor in (*tensors, *results)]
         if not any(on_device):
             self._by_host(func, args, kwargs, results)
@@ -133,7 +132,7 @@ class OrderWatch(TorchDispatchMode):
         if not is_message and not options.get("async_op", True):
             actor = caller
         touched = [
-            [one for position in positions for one in tree_iter(args[position]) if has_bytes(one)]
+            list(filter(has_bytes, tensors_in([args[position] for position in positions])))
             for positions in (read, written)
         ]
         line = self._lines.line()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from pretrain.planning.dryrun.accesses import ROOM
+from pretrain.planning.dryrun.accesses import ROOM, tensors_in
 from pretrain.planning.dryrun.collectives import CallReader, Collective
 from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
@@ -103,10 +102,10 @@ class Recorder(TorchDispatchMode):
             return self._new(args[0].new_empty(args[1].shape[1] * self._experts_per_token))
         out = func(*args, **(kwargs or {}))
         writes = func._schema.is_mutable
-        for tensor in tree_iter(out):
+        for tensor in tensors_in(out):
             # Backward of a gather returns an empty sparse tensor, which has no storage of its own.
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                writes |= self._see(tensor, (args, kwargs))
+            if tensor.layout == torch.strided:
+                writes |= self._see(tensor, (*args, *(kwargs or {}).values()))
         # Room alone is no kernel.
         if writes and func.overloadpacket not in ROOM:
             self.count_kernel()
@@ -183,8 +182,7 @@ class Recorder(TorchDispatchMode):
             return False
         live = _Live(part_of_caller(), storage.nbytes())
         if self._gpu is not None and is_on_device(tensor):
-            arguments = [each for each in tree_iter(of) if isinstance(each, Tensor)]
-            self._pools.allocate(key, live.num_bytes, self._gpu.streams.launching(arguments).name)
+            self._pools.allocate(key, live.num_bytes, self._gpu.streams.launching(tensors_in(of)).name)
         elif self._gpu is not None and live.part != MemoryPart.HOST:
             # The host's, which has room.
             live.num_bytes = 0
