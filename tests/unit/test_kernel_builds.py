@@ -53,6 +53,7 @@ def test_planted_defects_are_found_and_nothing_else(reports: list[dict[str, Any]
         assert report["wanted"] or not report["problems"], report
 
 
+@pytest.mark.skipif(not ALL, reason="costly: `make test-more` runs it")
 def test_every_kernel_keeps_its_limits_where_shipped_layouts_launch_it(reports: list[dict[str, Any]]) -> None:
     shipped = of(reports, "shipped")
     assert {report["launch"].partition("(")[0] for report in shipped} == KERNELS
@@ -63,12 +64,12 @@ def test_every_kernel_keeps_its_limits_where_shipped_layouts_launch_it(reports: 
     assert {found for report in shipped for found in re.findall(r"\bC=(\d+), W=\d+, B=(\d+)", report["launch"])} >= {
         *(("1", "1"), ("1", "4"), ("2", "1"), ("2", "4"))
     }
-    assert len({report["capability"] for report in shipped}) == (3 if ALL else 1)
+    assert len({report["capability"] for report in shipped}) == 3
     broken = [problem for report in shipped for problem in report["problems"]]
     assert not broken, "\n".join(broken)
 
 
-def test_every_kernel_compiles_where_its_numbers_are_ones(reports: list[dict[str, Any]]) -> None:
+def test_every_kernel_keeps_its_limits_where_its_numbers_are_ones(reports: list[dict[str, Any]]) -> None:
     """Triton makes a Python number of an argument of 1, which every generated token has."""
     specialised = of(reports, "specialised")
     assert {report["launch"].partition("(")[0] for report in specialised} == KERNELS
