@@ -132,13 +132,13 @@ class ModelConfig(Config):
         if self.rotary_scaling is not None:
             if self.rotary_scaling.kind == "ntk" and self.rotary_width == 2:
                 raise ValueError(
-                    "model.rotary_scaling.kind is ntk, which keeps the highest frequency and lowers the others, and heads "
-                    "of width 2 have no other: use linear"
+                    "model.rotary_scaling.kind is ntk, which lowers all frequencies but the highest, and heads of width 2 "
+                    "have one frequency only: use linear"
                 )
             if self.rotary_scaling.kind == "yarn" and self.rotary_base == 1:
                 raise ValueError(
-                    "model.rotary_scaling.kind is yarn, which tells frequencies apart, and with model.rotary_base = 1 "
-                    "all are one: raise rotary_base"
+                    "model.rotary_scaling.kind is yarn, which scales high and low frequencies differently, and with "
+                    "model.rotary_base = 1 all are equal: raise rotary_base"
                 )
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
@@ -183,12 +183,12 @@ class ModelConfig(Config):
             )
         if self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn":
             raise ValueError(
-                "model.rotary_scaling.kind is yarn, whose attention_factor is for queries and keys that are turned whole, "
-                "and those of model.latent_attention are turned in part: use ntk, linear or llama3"
+                "model.rotary_scaling.kind is yarn, whose attention_factor is for whole rotated queries and keys, and "
+                "model.latent_attention rotates a part of them: use ntk, linear or llama3"
             )
         if self.memory is not None and self.memory.slot is not None and self.memory.slot.needs_plain_attention:
             raise ValueError(
-                f"model.memory.kind is {self.memory.kind}, whose memories read what heads of plain attention give: set "
+                f"model.memory.kind is {self.memory.kind}, whose memories read the outputs of plain attention's heads: set "
                 "model.latent_attention: null, or choose another memory"
             )
 

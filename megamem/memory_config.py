@@ -154,8 +154,8 @@ class MemoryConfig(Config, ABC):
         if self.is_inserted and (self.reads_once or self.width("pre_values")):
             raise ValueError(
                 f"model.memory.placement.position is inserted, where tables begin as zeros, but kind {self.kind} "
-                "normalises its rows or multiplies them with those of pre-values, which do not learn from there: choose "
-                "another kind, or one without pre-values (pre_value_dim: 0)"
+                "normalises its rows or multiplies them with pre-values, and so cannot learn from zeros: choose another "
+                "kind, or one without pre-values (pre_value_dim: 0)"
             )
         spans = self.placement.spans
         if self.reads_once and spans is not None and any(span.is_skip for span in parse_spans(spans)):

@@ -100,7 +100,7 @@ def run_dryrun(args: argparse.Namespace) -> int:
     races = [str(race) for report in reports for race in report.races]
     if races:
         print("\n".join(races), file=sys.stderr)
-        raise ConfigError("streams would read or write before it is time: " + races[0])
+        raise ConfigError("accesses have no order on the GPU's streams: " + races[0])
     beyond = [f"{each.command}: {excess}" for report in reports for each in report.traffic for excess in each.excesses]
     if beyond:
         print("\n".join(beyond), file=sys.stderr)

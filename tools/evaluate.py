@@ -117,12 +117,12 @@ def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
     """The overrides of the command line, those of `--data` among them.
 
     Raises:
-        ConfigError: one has no place in an evaluation.
+        ConfigError: one cannot be overridden.
     """
     for word in words:
         if not word.startswith(_OVERRIDABLE):
             raise ConfigError(
-                f"{word} has no place in an evaluation, which can override {', '.join(_OVERRIDABLE)}: leave it out"
+                f"{word} cannot be overridden in an evaluation, only keys under {', '.join(_OVERRIDABLE)}: leave it out"
             )
     named = [word for word in words if word.startswith(("data.datasets", "evaluation.datasets"))]
     if data and named:

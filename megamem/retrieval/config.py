@@ -152,7 +152,7 @@ class TuckerConfig(RetrievalConfig):
         super().check(backbone)
         if backbone.has_experts and self.initialisation == "matched":
             raise ValueError(
-                "model.memory.initialisation is matched, which is to the variance of a dense SwiGLU, but model.moe is "
+                "model.memory.initialisation is matched, which takes the variance of a dense SwiGLU, but model.moe is "
                 "set: use paper or released"
             )
 

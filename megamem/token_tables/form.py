@@ -73,6 +73,6 @@ def parse_form(text: str) -> TableForm:
     if (match := re.fullmatch(r"cut:(\d{1,2}(?:\.\d{1,6})?)%?", text)) is not None:
         return TableForm(text, cut=Fraction(match[1]) / 100)
     raise ValueError(
-        f"there is no form {text!r} of a table: ask for full, int8, int4, rank:R as in rank:64, or cut:P as in cut:30, the "
-        "rank that is left of it when P percent are cut off"
+        f"there is no form {text!r} of a table: ask for full, int8, int4, rank:R as in rank:64, or cut:P as in cut:30 "
+        "(the rank that is left when P percent of the columns are cut off)"
     )

@@ -167,7 +167,7 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
     stages = read_run(path, overrides, name).stages()
     names = names_of(stages)
     if name is None and names:
-        raise ConfigError(f"{path}: one of its stages is asked for: name one with --stage: {', '.join(names)}")
+        raise ConfigError(f"{path} has several stages: name one with --stage: {', '.join(names)}")
     return stages[0] if name is None else stage_called(stages, name)
 
 
@@ -360,7 +360,9 @@ def _split(entry: Node, key: str) -> tuple[StageEntry, Node]:
     own = {name: child for name, child in entry.value.items() if name in _OWN_KEYS}
     sections = {name: child for name, child in entry.value.items() if name in _SECTIONS}
     if (at := find(replace(entry, value=sections), NUM_STEPS)) is not None:
-        raise ConfigError(f"{at.origin}: {key}.train.num_steps: the length of a stage is num_steps beside its name")
+        raise ConfigError(
+            f"{at.origin}: {key}.train.num_steps: write the length of a stage as num_steps beside its name"
+        )
     return build(StageEntry, replace(entry, value=own)), replace(entry, value=sections)
 
 
@@ -384,7 +386,7 @@ def _refuse_other_lengths(node: Node) -> None:
         )
     if (stage := find(node, ["stage"])) is not None and stage.value is not None:
         raise ConfigError(
-            f"{stage.origin}: stage says where one stage stands, and stages describes them all: remove it"
+            f"{stage.origin}: stage says where one stage stands, and stages lists all of them: remove stage"
         )
 
 

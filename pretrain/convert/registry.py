@@ -37,6 +37,6 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
                 raise ConfigError(f"--config: {path} has a configuration of its own ({each.name}): leave it out")
             return each.open(path, step, config)
     raise CheckpointError(
-        f"{path} is no checkpoint of a format that is known ({', '.join(FORMATS)}): name a run's folder, one of its "
+        f"{path} is no checkpoint of a known format ({', '.join(FORMATS)}): name a run's folder, one of its "
         "checkpoints, or a folder of another format"
     )

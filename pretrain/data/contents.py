@@ -48,7 +48,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         for content in _contents(path, stream):
             *lines, rest = (rest + content).split(b"\n")
             if len(rest) > MAX_LINE_BYTES:
-                raise ValueError(f"a line is longer than {MAX_LINE_BYTES >> 20} MiB; are these lines?")
+                raise ValueError(f"a line is longer than {MAX_LINE_BYTES >> 20} MiB: is this a file of lines?")
             position = stream.tell()
             for line in lines:
                 yield line.removeprefix(BYTE_ORDER_MARK) if first else line, position

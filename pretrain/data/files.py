@@ -190,8 +190,8 @@ def _without_descriptions(folder: Path, names: list[str]) -> list[str]:
             meant = "train" if "train" in splits else splits[0]
             other = next(split for split in splits if split != meant)
             raise DataError(
-                f"{folder} holds the splits {', '.join(splits)}, and to read all would be to train on what is there to "
-                f"test with. Name those that are meant, as in {folder / meant} --validation {folder / other}."
+                f"{folder} holds the splits {', '.join(splits)}: reading all of them would train on test data. Name "
+                f"those that you mean, as in {folder / meant} --validation {folder / other}."
             )
         names = [name for name in names if name != "dataset_dict.json"]
     if "dataset_info.json" not in names:

@@ -85,7 +85,7 @@ class GrownTensors:
             return TensorInfo(tuple(origin.tensor.shape), origin.tensor.dtype)
         for source in origin.names:
             if source not in self._source.tensors:
-                raise CheckpointError(f"{source} is missing, which {name} is made of")
+                raise CheckpointError(f"{source} is missing, from which {name} is made")
         infos = {self._source.tensors[source] for source in origin.names}
         assert len(infos) == 1, f"{name} is the mean of tensors that differ: {infos}"
         return infos.pop()

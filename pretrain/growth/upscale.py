@@ -103,8 +103,8 @@ def grown_config(
     for text in overrides:
         if not text.startswith(_KEYS if memories else "seed="):
             raise ConfigError(
-                f"{text}: what a grown model is made of is said by {'model.memory.<key> and seed' if memories else 'seed'} "
-                "alone; give other keys to the run that trains it"
+                f"{text}: a grown model takes {'model.memory.<key> and seed' if memories else 'seed'} alone; give other keys to "
+                "the run that trains it"
             )
     if memories and not any(text.startswith("model.memory.kind=") for text in overrides):
         raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
@@ -121,8 +121,8 @@ def grown_config(
     memory = config.model.memory
     if memory is not None and any(plan.adds_attention for plan in plan_blocks(config.model).values()):
         raise ConfigError(
-            f"model.memory.kind is {memory.kind}, whose memories do not stand in blocks of their own: only those are "
-            "inserted (docs/upscale.md says which)"
+            f"model.memory.kind is {memory.kind}, which has no inserted blocks: docs/upscale.md names the kinds that have "
+            "them"
         )
     return config
 
@@ -140,7 +140,7 @@ def _origins(
             yield name, MeanOf((name,))
     for number, block in enumerate(blocks):
         if missing := [source for source in block.sources if source not in in_block]:
-            raise CheckpointError(f"decoder.layers.{missing[0]}. has no weights, which the grown model is made of")
+            raise CheckpointError(f"decoder.layers.{missing[0]}. has no weights, and the grown model needs them")
         plan = plans.get(number, PLAIN)
         for suffix in in_block[block.sources[-1]]:
             if suffix.startswith(_left_out(plan)):

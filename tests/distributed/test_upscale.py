@@ -270,10 +270,10 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
         upscale(grown["memory"], blocks, KEYS, name="grown")
     with pytest.raises(ConfigError, match=r"model\.memory\.kind is not given"):
         upscale(opened, blocks, KEYS[1:], name="grown")
-    with pytest.raises(ConfigError, match=r"train\.num_steps=4: what a grown model is made of"):
+    with pytest.raises(ConfigError, match=r"train\.num_steps=4: a grown model takes"):
         upscale(opened, blocks, [*KEYS, "train.num_steps=4"], name="grown")
     lave = ("kind=lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2")
-    with pytest.raises(ConfigError, match=r"model\.memory\.kind is lave, whose memories do not stand in blocks"):
+    with pytest.raises(ConfigError, match=r"model\.memory\.kind is lave, which has no inserted blocks"):
         upscale(opened, blocks, [f"model.memory.{key}" for key in lave], name="grown")
     for kind in (["kind=peer", "value_dim=32"], ["kind=tide", "value_dim=32", "vocab_size=61"]):
         with pytest.raises(ConfigError, match=r"position is inserted, where tables begin as zeros, but kind"):

@@ -162,7 +162,7 @@ def test_wrong_input_is_named(megamem: Megamem, saved_run: Path, tmp_path: Path)
     (there / "file").write_text("mine")
     cases = [
         (("inspect", tmp_path / "nothing"), 4, "no such file or folder"),
-        (("inspect", there), 4, "is no checkpoint of a format that is known"),
+        (("inspect", there), 4, "is no checkpoint of a known format"),
         (("inspect", saved_run, "--step", 4), 4, "there are 3, 6"),
         (("convert", saved_run, there), 2, "is there already"),
         (("convert", saved_run, tmp_path / "x", "--max-memory", "1GiB"), 2, "--max-memory is 1,024 MiB"),

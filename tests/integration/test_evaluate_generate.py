@@ -78,7 +78,7 @@ IMPOSSIBLE = (
     (2, "model.memory.value_dim is 32, which parallel.memory 3 does not divide", "generate", "--nproc=3"),
     (4, "has no checkpoint of step 81: there are 80, 160", "generate", "--step=81"),
     (4, "has no checkpoint of step 81: there are 80, 160", "eval", "--step=81"),
-    (2, "model.num_layers=3 has no place in an evaluation", "eval", "model.num_layers=3"),
+    (2, "model.num_layers=3 cannot be overridden in an evaluation", "eval", "model.num_layers=3"),
     (2, "train.kernels is triton, which needs an NVIDIA GPU", "eval", "train.kernels=triton"),
 )
 

@@ -67,7 +67,7 @@ def test_what_is_missing_is_named() -> None:
         PairedReader([pair], source).read(Region("a", (1,), (2,)))
     with pytest.raises(CheckpointError, match="no tensor x"):
         PairedReader([pair], source).read(Region("x", (0,), (1,)))
-    with pytest.raises(CheckpointError, match="c is missing, which a"):
+    with pytest.raises(CheckpointError, match="c is missing, from which a"):
         PairedReader([Pair(Region("a", (0,), (4,)), Region("c", (0,), (4,)))], source)
     with pytest.raises(CheckpointError, match=r"b has shape \(4,\), and a needs it up to \(5,\)"):
         PairedReader([Pair(Region("a", (0,), (4,)), Region("b", (1,), (4,)))], source)

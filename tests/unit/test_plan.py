@@ -287,7 +287,7 @@ def test_a_gpu_that_is_too_small_is_told_with_the_part_and_the_remedy(
 def test_a_stage_must_be_named_unless_all_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     staged = str(REPOSITORY / "configs" / "stages" / "2.5b_25b.yaml")
     assert cli.main(["plan", staged, "--gpus", "8", "--gpu", "h100-80g"]) == 2
-    assert "one of its stages is asked for: name one with --stage: " in capsys.readouterr().err
+    assert "has several stages: name one with --stage: " in capsys.readouterr().err
     words = ["plan", staged, "--gpus", "8", "--gpu", "h100-80g", "--stage", "decay", "--write", "x.yaml"]
     assert cli.main(words) == 2
     assert "--write gives every stage its layout: leave --stage out" in capsys.readouterr().err

@@ -78,7 +78,7 @@ class PairedReader:
         for pair in pairs:
             found = self._source.tensors.get(pair.theirs.name)
             if found is None:
-                raise CheckpointError(f"{pair.theirs.name} is missing, which {name} is made of")
+                raise CheckpointError(f"{pair.theirs.name} is missing, from which {name} is made")
             ends = [start + size for start, size in zip(pair.theirs.offset, pair.theirs.shape, strict=True)]
             if len(found.shape) != len(ends) or any(end > size for end, size in zip(ends, found.shape, strict=True)):
                 raise CheckpointError(

@@ -155,7 +155,7 @@ def _read_header(path: Path) -> dict[str, _Place]:
             raise CheckpointError(f"{path} is damaged: {name} starts at byte {start}, and {end} was expected")
         end = stop
     if begin + end != size:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header speaks of {begin + end}")
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header describes {begin + end}")
     return {name: _Place(path, begin + start, info) for name, (start, _, info) in spans.items()}
 
 
@@ -167,12 +167,12 @@ def _checked(name: str, entry: Any, path: Path) -> tuple[int, int, TensorInfo]:
             if all(type(count) is int and 0 <= count < 2**63 for count in counts) and len(shape) <= _MAX_DIMENSIONS:
                 if code not in _DTYPES:
                     raise CheckpointError(
-                        f"{path}: {name} has the dtype {code}, of which {', '.join(_DTYPES)} are read"
+                        f"{path}: {name} has the dtype {code}; those that are read are {', '.join(_DTYPES)}"
                     )
                 info = TensorInfo(tuple(shape), _DTYPES[code])
                 if stop - start == info.num_bytes:
                     return start, stop, info
-    raise CheckpointError(f"{path} is damaged: its header says of {name} what cannot be: {str(entry)[:200]}")
+    raise CheckpointError(f"{path} is damaged: its header describes {name} impossibly: {str(entry)[:200]}")
 
 
 def _parse(content: bytes, path: Path) -> dict[str, Any]:

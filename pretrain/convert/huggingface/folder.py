@@ -147,8 +147,8 @@ def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path)
     experts = 0 if model.moe is None else model.moe.num_experts
     if max(model.num_layers, experts) > len(found) or model.query_groups > rows:
         raise CheckpointError(
-            f"{path} speaks of {model.num_layers} layers and {model.query_groups} key/value heads, which the weights "
-            "do not have: copy the folder again"
+            f"{path} names {model.num_layers} layers and {model.query_groups} key/value heads, and the weights have "
+            "fewer: copy the folder again"
         )
 
 

@@ -30,8 +30,7 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
     """
     if model.latent_attention is not None:
         raise CheckpointError(
-            "model.latent_attention is set, and exported models have projections of keys and values: such a model cannot "
-            "be exported to Hugging Face; keep it in the native format"
+            "model.latent_attention is set, which cannot be exported to Hugging Face: keep the model in the native format"
         )
     hidden, plans = model.hidden_size, _exported_plans(model)
     found = [

@@ -36,8 +36,7 @@ class ReleasedFormat:
     def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
         if config is None:
             raise ConfigError(
-                f"{path} holds tensors under a release's names, and nothing says of which model: name its configuration "
-                "with --config FILE"
+                f"{path} holds tensors under a release's names, but no configuration of its model: name it with --config FILE"
             )
         file = path if path.is_file() else path / _FILE
         source: TensorReader = StateDictReader(file) if file.is_file() else open_safetensors(path)

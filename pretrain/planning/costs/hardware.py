@@ -107,7 +107,7 @@ def hardware_file(name: str) -> Path:
     path = FOLDER / f"{name}.yaml"
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-        raise ConfigError(f"{name} is no hardware that is known: there are {known}; or give a YAML file")
+        raise ConfigError(f"{name} is not a known kind of hardware: choose one of {known}, or give a YAML file")
     return path
 
 

@@ -43,7 +43,7 @@ MOVE = MoveConfig(value_dim=12, num_gate_heads=3)
         ),
         (
             {"memory": MidusConfig(num_heads=4)},
-            "kind is midus, whose memories read what heads of plain attention give: set model.latent_attention: null",
+            "kind is midus, whose memories read the outputs of plain attention's heads: set model.latent_attention: null",
         ),
     ],
 )
@@ -73,6 +73,6 @@ def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
         slot: ClassVar[Slot | None] = HEADS
 
     with pytest.raises(
-        ValueError, match=r"kind is move, whose memories read what heads .*: set model.latent_attention: null"
+        ValueError, match=r"kind is move, whose memories read the outputs .*: set model.latent_attention: null"
     ):
         replace(LATENT, memory=OnHeads(value_dim=12, num_gate_heads=3))

@@ -188,7 +188,7 @@ def test_folders_of_datasets_are_read_and_what_describes_them_is_not(tmp_path: P
     splits = {"train": saved.select(range(5)), "test": saved.select(range(5, 7))}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
     assert texts(tmp_path / "splits" / "train") == rows[:5]
-    with pytest.raises(DataError, match=r"splits holds the splits test, train, .*/train --validation .*/test\."):
+    with pytest.raises(DataError, match=r"splits holds the splits test, train: .*/train --validation .*/test\."):
         texts(tmp_path / "splits")
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "one")
     assert texts(tmp_path / "one") == rows
