@@ -128,18 +128,19 @@ def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterato
     The mean over a row of AdamW's second moments is the row's, to rounding: both are averages over the same steps. The
     other way each element gets its row's; first moments have nothing to come from, and stay at zero.
     """
-    of_elements, of_rows = (f"{STATE_PREFIX}{name}.{weight}" for name in (ADAMW.per_element[1], ROW_WISE.per_row[0]))
+    names = (*ADAMW.per_element, *ROW_WISE.per_row)
+    first, of_elements, of_rows = (f"{STATE_PREFIX}{name}.{weight}" for name in names)
     if shard.key == of_rows and of_elements in index.tensors:
         num_rows, columns = shard.global_shape[0], index.tensors[of_elements].shape[1]
         region = Region(of_elements, (shard.global_offset[0], 0), (shard.local_shape[0], columns))
         yield Target(region, (num_rows, columns), shard.data, rows="mean")
-    elif of_rows not in index.tensors:
-        # Its absence is an error.
-        yield _target(shard)
-    elif shard.key == of_elements:
+    elif shard.key == of_elements and of_rows in index.tensors:
         whole = region_of(shard)
         region = Region(of_rows, whole.offset[:1], whole.shape[:1])
         yield Target(region, tuple(shard.global_shape[:1]), shard.data.detach().view(whole.shape), rows="spread")
+    elif shard.key != first or of_rows not in index.tensors:
+        # Its absence is an error.
+        yield _target(shard)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

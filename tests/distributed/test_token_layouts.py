@@ -70,6 +70,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # These meet every axis. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
 # it: tensor-parallel ranks share their heads, and stages their tables.
 EVERYWHERE = ("move", "lave", "tide", "latents, move")
+BY_ROW = ("tide", "latents, move")
+"""Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block"),
     "tensor 4": (
@@ -102,7 +104,8 @@ def config_of(kind: str) -> RunConfig:
         model = replace(model, num_query_groups=None, latent_attention=latent)
     if "one key/value head" in kind:
         model = replace(model, num_query_groups=1)
-    return replace(SHARED, model=replace(model, memory=KINDS[kind]))
+    optimizer = replace(SHARED.optimizer, tables="row_wise") if kind in BY_ROW else SHARED.optimizer
+    return replace(SHARED, model=replace(model, memory=KINDS[kind]), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

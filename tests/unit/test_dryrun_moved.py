@@ -1,4 +1,6 @@
-"""Bytes that selections move on a GPU, as plans count them and as operations do that are dry-run as on one."""
+"""Bytes that selections, and updates of tables by row, move on a GPU, as plans count them and as operations do that are
+dry-run as on one.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.timing import selection_bytes
 from tests.deadline import launch_within
 
@@ -28,6 +31,8 @@ SELECTIONS = (
     *("megamem/layers/product_key.py", "megamem/layers/tucker.py", "megamem/families/linear_memory/layer.py"),
 )
 """Files whose operations select, and do little else."""
+UPDATES = ("pretrain/engine/row_wise.py", "kernels/common/rounding.py", "kernels/common/hashing.py")
+"""Files whose operations update tables by row; shuffles hash too, and memories without them do not."""
 MEMORIES: dict[str, MemoryConfig] = {
     "Tucker cores": UltraMemV2Config(num_keys=1024, value_dim=128, pre_value_dim=64, top_k=128),
     "product keys": MemoryPlusConfig(num_keys=1024, value_dim=128, num_heads=2, top_k=32),
@@ -42,29 +47,40 @@ def config_of(memory: MemoryConfig) -> RunConfig:
         num_layers=1, hidden_size=256, num_attention_heads=8, ffn_hidden_size=512, vocab_size=1024, memory=memory
     )
     train = TrainConfig(sequence_length=4096, micro_batch_size=2, global_batch_size=2, precision="bf16")
-    return RunConfig(model=model, parallel=ParallelConfig(), train=train)
+    optimizer = OptimizerConfig(tables="row_wise")
+    return RunConfig(model=model, parallel=ParallelConfig(), train=train, optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, int]:
-    """Bytes that the selections of a step move."""
+def counted() -> dict[str, tuple[int, int]]:
+    """Bytes that the selections and the update of tables of a step move."""
 
-    def main() -> dict[str, int]:
+    def main() -> dict[str, tuple[int, int]]:
         from pretrain.planning.dryrun.rank import dry_run
 
         found: dict[str, Any] = {}
         for name, memory in MEMORIES.items():
             (report,) = dry_run(config_of(memory), 1, [0], as_gpu=True, count_moved=True)
-            found[name] = sum(num for line, num in report.moved.items() if line.startswith(SELECTIONS))
+            found[name] = tuple(
+                sum(num for line, num in report.moved.items() if line.startswith(files))
+                for files in (SELECTIONS, UPDATES)
+            )
         return found
 
     return launch_within(main, 1, timeout_s=120, num_threads=1)[0]
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_a_plan_charges_what_a_selection_moves(counted: dict[str, int], name: str) -> None:
+def test_a_plan_charges_what_a_selection_moves(counted: dict[str, tuple[int, int]], name: str) -> None:
     (stage,) = stages_of(config_of(MEMORIES[name]))
-    assert selection_bytes(stage, TOKENS, 1, 1) == pytest.approx(counted[name], rel=0.03)
+    assert selection_bytes(stage, TOKENS, 1, 1) == pytest.approx(counted[name][0], rel=0.03)
     # Recomputed once.
     more = replace(stage.memory, selection_moved=2 * stage.memory.selection_moved)
     assert selection_bytes(stage, TOKENS, 2, 1) == selection_bytes(replace(stage, memory=more), TOKENS, 1, 1)
+
+
+@pytest.mark.parametrize("name", [name for name, memory in MEMORIES.items() if isinstance(memory, LinearConfig)])
+def test_a_plan_charges_what_an_update_by_row_moves(counted: dict[str, tuple[int, int]], name: str) -> None:
+    config = config_of(MEMORIES[name])
+    (stage,) = stages_of(config)
+    assert table_step_bytes(config) * stage.table_elements == pytest.approx(counted[name][1], rel=0.02)

@@ -148,6 +148,11 @@ def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
             "tables stepped on the host": ["optimizer.value_offload=cpu"],
         }.items():
             yield Trial(f"{on_gpu}, {what}", with_keys(config, *keys), like=on_gpu, tolerance=tolerance)
+        by_row = with_keys(config, "optimizer.tables=row_wise")
+        yield Trial(f"{on_cpu}, tables by row", by_row, on_cpu=True)
+        yield Trial(
+            f"{on_gpu}, tables by row", by_row, like=f"{on_cpu}, tables by row", tolerance=tolerance, holds=True
+        )
         repeatable = with_keys(config, "train.deterministic=true")
         yield Trial(f"{on_gpu}, deterministic", repeatable, like=on_gpu, tolerance=tolerance)
         yield Trial(f"{on_gpu}, deterministic again", repeatable, like=f"{on_gpu}, deterministic")

@@ -37,7 +37,9 @@ class Part(StrEnum):
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
-_GRADIENT_BYTES = 4
+_BY_ROW_BYTES, _BY_ROW_ROUNDED_BYTES = 32, 130
+"""Updates by row of fp32 weights, and of bf16 ones with the hashes that they are rounded by. Each operation reads and
+writes memory: the dry run of a GPU counts the same."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ def table_step_bytes(config: RunConfig) -> float:
     """Bytes that an update of tables moves per element, on the device."""
     train = config.train
     if table_update(config.optimizer) is ROW_WISE:
-        # The gradient is read for its squares and for the update, which reads and writes the weight.
-        return 2 * _GRADIENT_BYTES + 2 * train.element_bytes
+        return _BY_ROW_ROUNDED_BYTES if train.precision == "bf16" else _BY_ROW_BYTES
     # Next to fp32 main weights there are those of the model in bf16.
     return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 
