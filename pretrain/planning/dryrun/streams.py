@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 from pretrain.planning.dryrun.order import HOST, Clock, StreamOrder
 
@@ -106,6 +107,8 @@ class Streams:
             for stream in leaves:
                 self._hand_over(stream, caller)
             self._of_leaf = of_leaf_before
+            # The last nodes may have chosen others.
+            self._begin(caller)
 
     @contextmanager
     def _using(self, stream: _Stream | None) -> Iterator[None]:
@@ -159,8 +162,14 @@ class Streams:
             for node, after in found.items()
             if any(one is not None and self._of_node(one) is not self._of_node(node) for one in after)
         ]
+        # Those of Python may run forward passes again, whose first nodes are made before an operation is seen.
+        hooks += [node.register_prehook(self._running(node)) for node in found if isinstance(node, BackwardCFunction)]
         ends = [*leaves, *(node for node, after in found.items() if not after)]
         return list(dict.fromkeys(map(self._of_node, ends))), hooks
+
+    def _running(self, node: Any) -> Callable[[Any], None]:
+        stream = self._of_node(node)
+        return lambda _: self._begin(stream)
 
     def _handing_over(self, node: Any, after: Sequence[Any]) -> Callable[..., None]:
         # The hook holds no node, which would hold the hook, and what it keeps for backward.
