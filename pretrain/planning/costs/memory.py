@@ -366,15 +366,16 @@ def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[Me
     """Bytes that the last lookup's table gradients hold beside the rest of backward (`kernels.common.gradient_stream`).
 
     They are ids, and bins; their order, rows and 8 bytes of positions; coefficients, the gradients of products, and
-    vectors.
+    vectors, of which parts of rows have as many times more.
     """
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
     if memory is None or not memory_runs_beside(config) or not stage.backward.memories:
         return {}
     lookup, has_products = memory.lookup, memory.width("pre_values") > 0
     entries, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
-    coefficients = (coefficients_per_rank(lookup.scores, group) + has_products) * element
-    vectors = tokens * (lookup.bins * memory.width("values") + memory.width("pre_values")) * element
+    coefficients = (coefficients_per_rank(lookup.scores, config.parallel.memory_columns) + has_products) * element
+    widths = lookup.bins * memory.width("values") + memory.width("pre_values")
+    vectors = config.parallel.memory_rows * tokens * widths * element
     return {
         MemoryPart.EXCHANGE: float(entries * (per_id * (1 + (lookup.bins > 1)) + coefficients) + vectors),
         MemoryPart.MEMORY: float(entries * (per_id + 8)),
