@@ -4,6 +4,7 @@ dry-run as on one.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from megamem.config import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.step import table_step_bytes
@@ -31,6 +34,8 @@ SELECTIONS = (
     *("megamem/layers/product_key.py", "megamem/layers/tucker.py", "megamem/families/linear_memory/layer.py"),
 )
 """Files whose operations select, and do little else."""
+OWN_RETRIEVAL = "megamem/families/midus/layer.py"
+"""A file that selects in its `retrieve`, and does more elsewhere."""
 UPDATES = ("pretrain/engine/row_wise.py", "kernels/common/rounding.py", "kernels/common/hashing.py")
 """Files whose operations update tables by row; shuffles hash too, and memories without them do not."""
 MEMORIES: dict[str, MemoryConfig] = {
@@ -38,6 +43,9 @@ MEMORIES: dict[str, MemoryConfig] = {
     "product keys": MemoryPlusConfig(num_keys=1024, value_dim=128, num_heads=2, top_k=32),
     "short lists": LinearConfig(num_rows=2048, value_dim=256, num_heads=2, key_dim=64, top_k=32),
     "long lists": LinearConfig(num_rows=8192, value_dim=256, num_heads=2, key_dim=64, top_k=32),
+    "heads of attention": MidusConfig(
+        num_heads=8, num_keys=1024, value_dim=32, top_k=32, placement=PlacementConfig(blocks=(0,))
+    ),
 }
 TOKENS = 2 * 4096
 
@@ -56,14 +64,17 @@ def counted() -> dict[str, tuple[int, int]]:
     """Bytes that the selections and the update of tables of a step move."""
 
     def main() -> dict[str, tuple[int, int]]:
+        from megamem.families.midus.layer import MidusLayer
         from pretrain.planning.dryrun.rank import dry_run
 
+        lines, first = inspect.getsourcelines(MidusLayer.retrieve)
+        of_retrieve = tuple(f"{OWN_RETRIEVAL}:{number}" for number in range(first, first + len(lines)))
         found: dict[str, Any] = {}
         for name, memory in MEMORIES.items():
             (report,) = dry_run(config_of(memory), 1, [0], as_gpu=True, count_moved=True)
             found[name] = tuple(
                 sum(num for line, num in report.moved.items() if line.startswith(files))
-                for files in (SELECTIONS, UPDATES)
+                for files in (SELECTIONS + of_retrieve, UPDATES)
             )
         return found
 
