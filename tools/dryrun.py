@@ -78,7 +78,7 @@ def run_dryrun(args: argparse.Namespace) -> int:
 
     ranks = first_ranks_of_stages(config, args.world_size) if args.all_stages else range(args.rank, args.rank + 1)
     ranks = range(args.world_size) if args.all_ranks else ranks
-    reports, predicted = [], stage_bytes(config, args.world_size)
+    reports, predicted = [], stage_bytes(config, args.world_size, on_gpu=args.as_gpu)
     for report in dry_run(config, args.world_size, ranks, as_gpu=args.as_gpu, in_order=args.as_gpu, all_commands=True):
         reports.append(report)
         if not args.json:

@@ -375,7 +375,7 @@ def allocations_of_a_real_step() -> tuple[int, int]:
 
 
 def test_a_real_rank_allocates_what_a_dry_one_does(reports: dict[str, list[Any]]) -> None:
-    (report,), (stage,) = reports["real"], stage_bytes(REAL, 2)
+    (report,), (stage,) = reports["real"], stage_bytes(REAL, 2, on_gpu=False)
     assert isinstance(stage, StageBytes)
     for held, peak in launch_within(allocations_of_a_real_step, 2, timeout_s=120, num_threads=1):
         assert held == pytest.approx(report.held.total, rel=0.02)

@@ -214,7 +214,7 @@ def compare(config: RunConfig, num_ranks: int, *, as_gpu: bool) -> tuple[list[Fi
     from tools.maintenance.agreement import figures
 
     firsts = first_ranks_of_stages(config, num_ranks)
-    held, sent = stage_bytes(config, num_ranks), stages_sent(config, num_ranks)
+    held, sent = stage_bytes(config, num_ranks, on_gpu=as_gpu), stages_sent(config, num_ranks)
     found, beyond = [], []
     for report in dry_run(config, num_ranks, sorted({firsts[0], firsts[-1]}), as_gpu=as_gpu, all_commands=True):
         for figure in figures(report, held[report.stage], sent[report.stage]):

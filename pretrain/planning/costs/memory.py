@@ -105,13 +105,20 @@ class StageBytes:
         return self.total - self.held
 
 
-def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
-    """Bytes of a rank of every stage, first to last. The formulas of activations are for bf16."""
+def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tuple[StageBytes, ...]:
+    """Bytes of a rank of every stage, first to last. The formulas of activations are for bf16.
+
+    Args:
+        on_gpu: whether the device has streams, each with memory of its own.
+    """
     division = Division.of(config, num_ranks)
     save = _save_bytes(config, checkpoint_bytes(config) / num_ranks)
     return tuple(
         StageBytes(
-            {**_held(config, stage, division), **_activations(config, stage, rank, division)},
+            {
+                **_held(config, stage, division),
+                **_activations(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
+            },
             _host(config, stage, division),
             save,
         )
@@ -195,8 +202,14 @@ def in_flight(config: RunConfig, rank: int, division: Division) -> int:
     return min(division.num_microbatches * virtual, 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1)
 
 
-def _activations(config: RunConfig, stage: Stage, rank: int, division: Division) -> dict[MemoryPart, float]:
-    """Bytes that passes in flight keep, and the larger of one block's backward pass and the loss, by part."""
+def _activations(
+    config: RunConfig, stage: Stage, rank: int, division: Division, *, beside: bool
+) -> dict[MemoryPart, float]:
+    """Bytes that passes in flight keep, and the larger of one block's backward pass and the loss, by part.
+
+    Args:
+        beside: whether memories and gradients of tables have streams of their own.
+    """
     model, train = config.model, config.train
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
@@ -206,7 +219,8 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     # One trained block, if any is trained.
     one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
     of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
-    passing = block_passing(config, stage, tokens, of_one)
+    under_way = gradients_under_way(config, stage, tokens) if beside else {}
+    passing = block_passing(config, stage, tokens, of_one, under_way)
     waiting: dict[MemoryPart, float] = {}
     block = of_one
     if not stage.backward.num:
@@ -233,11 +247,11 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
             MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
         }
         if division.num_microbatches > 1:
-            at_loss = _sum(at_loss, gradients_under_way(config, stage, tokens))
+            at_loss = _sum(at_loss, under_way)
     of_backbone = _sum(block, passing.residual, passing.of_backbone)
     of_memory = _sum(block, passing.residual, passing.of_memory)
     parts = _sum(waiting, max(of_backbone, of_memory, at_loss, key=_total))
-    if memory_runs_beside(config):
+    if beside:
         backbone = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
         memory = _memorys(waiting) + _memorys(block) + passing.on_memory_stream
         pools = backbone + memory + passing.on_gradient_stream
@@ -363,13 +377,14 @@ def _id_bytes(config: RunConfig, bank_rows: int) -> int:
 
 
 def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
-    """Bytes that the last lookup's table gradients hold beside the rest of backward (`kernels.common.gradient_stream`).
+    """Bytes that the last lookup's table gradients hold beside the rest of backward, on a stream of their own
+    (`kernels.common.gradient_stream`).
 
     They are ids, and bins; their order, rows and 8 bytes of positions; coefficients, the gradients of products, and
     vectors, of which parts of rows have as many times more.
     """
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
-    if memory is None or not memory_runs_beside(config) or not stage.backward.memories:
+    if memory is None or not stage.backward.memories:
         return {}
     lookup, has_products = memory.lookup, memory.width("pre_values") > 0
     entries, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
@@ -401,12 +416,18 @@ class Passing:
     on_gradient_stream: float = 0.0
 
 
-def block_passing(config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]) -> Passing:
+def block_passing(
+    config: RunConfig,
+    stage: Stage,
+    tokens: int,
+    kept: dict[MemoryPart, float],
+    under_way: dict[MemoryPart, float],
+) -> Passing:
     """Bytes that one block adds at its largest moments to `kept`, the bytes that backward needs of its forward pass.
 
     Those of the backbone: backward of the feed-forward, see `_ffn_backward`; backward of attention across ranks, when
     what the feed-forward kept is gone, see `attention_backward`. Those of the memory, in all of which the lookup before
-    may still have its gradients under way, but for the sort. Selection of entries: the family's figure. Read: the scores
+    may still have its gradients `under_way`, but for the sort. Selection of entries: the family's figure. Read: the scores
     of all keys, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one
     number. Backward of the read: the ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward
     of the retrieval: the gradients of the key scores, when what the lookup and the entries kept is gone.
@@ -445,7 +466,6 @@ def block_passing(config: RunConfig, stage: Stage, tokens: int, kept: dict[Memor
                 MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
             },
         ]
-        under_way = gradients_under_way(config, stage, tokens)
         operands = under_way.get(MemoryPart.EXCHANGE, 0.0)
         on_memory_stream = max(0.0, *(_total(moment) + operands for moment in moments))
         on_gradient_stream = float((per_id + 8 + SORT_SCRATCH) * ids)

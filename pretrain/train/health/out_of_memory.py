@@ -14,7 +14,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_blend, model_vocab_size
 from pretrain.errors import ConfigError, UserError
-from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.memory import StageBytes, stage_bytes
 from pretrain.run.preflight import gigabytes
 
 _LEAST_SHARE = 0.01
@@ -60,10 +60,7 @@ def explanation(config: RunConfig, num_ranks: int, words: str) -> str:
 
 
 def _fullest(config: RunConfig, num_ranks: int) -> StageBytes:
-    stages = stage_bytes(config, num_ranks)
-    if not torch.cuda.is_available():
-        # A CPU has no streams that keep memory to themselves.
-        stages = tuple(replace(stage, by_part={**stage.by_part, MemoryPart.STREAMS: 0.0}) for stage in stages)
+    stages = stage_bytes(config, num_ranks, on_gpu=torch.cuda.is_available())
     return max(stages, key=lambda stage: stage.total)
 
 
