@@ -112,6 +112,7 @@ bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and
 	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
 
 gpu-check:  ## order of streams, seconds as predicted and measured, kernels beside a copy, bits of a resumed run; then what this machine's GPUs compute, beside its CPU: one page, gpu-check.md, in 20 minutes. PYTHON must have a CUDA build of torch, Triton and megatron-core
+	@"$(PYTHON)" -c 'import importlib.util as i, sys; none = [name for name in ("torch", "triton", "megatron", "pydantic") if i.find_spec(name) is None]; none and sys.exit(f"make gpu-check: {sys.executable} has no " + ", ".join(none) + ": install what is missing (pip install -e .[gpu] keeps a torch that will do), or name another Python, as in make gpu-check PYTHON=.venv/bin/python")'
 	"$(PYTHON)" -m tools.cli gpu-check
 
 clean:  ## remove the environment and caches; data/ and runs/ stay

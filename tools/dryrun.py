@@ -15,6 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.memory import StageBytes, stage_bytes
 from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
+from tools.vocabulary import check_has_vocabulary
 from tools.words import aligned
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def add_parser(subparsers: Any) -> None:
 def run_dryrun(args: argparse.Namespace) -> int:
     """Runs the ranks and prints."""
     config = load_stage(args.config, args.overrides, args.stage)
+    check_has_vocabulary(config, args.config)
     if args.world_size < 1 or not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank is {args.rank}, and --world-size {args.world_size}: ranks are 0 to N - 1")
     validate(config, args.world_size)

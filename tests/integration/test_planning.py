@@ -64,7 +64,7 @@ def test_dry_runs_that_make_no_sense_are_refused(megamem: Megamem, config_file: 
     for words, said in (
         (("--world-size", 8, "--rank", 8, *SIZED), "--rank is 8, and --world-size 8"),
         (("--world-size", 2, "parallel.pipeline=4", *SIZED), "the run has 2 ranks"),
-        (("--world-size", 1, "model.vocab_size=null"), "model.vocab_size is left to the tokenizer"),
+        (("--world-size", 1, "model.vocab_size=null"), "leaves model.vocab_size to the tokenizer: set it, as in"),
     ):
         result = megamem("dryrun", config_file, *words)
         assert result.code == 2

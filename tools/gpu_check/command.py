@@ -142,6 +142,11 @@ class Check:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return Verdict(name, "failed", " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines))
 
+    @property
+    def _left_s(self) -> float:
+        """Seconds for a process that a check starts now."""
+        return max(60.0, self._deadline - time.monotonic())
+
     def _try(self, trial: Trial) -> Verdict:
         from parallel.launch import launch_ranks
         from tools.gpu_check.judge import Verdict, judge
@@ -178,9 +183,12 @@ class Check:
                 _words(*train, folder / "killed"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             # After the checkpoint of half of the steps, and before the end.
-            while killed.poll() is None and len(_losses(folder / "killed")) < config.train.num_steps // 2 + 2:
+            num_steps, stop = config.train.num_steps // 2 + 2, time.monotonic() + self._left_s
+            while killed.poll() is None and len(_losses(folder / "killed")) < num_steps and time.monotonic() < stop:
                 time.sleep(0.01)
             killed.send_signal(signal.SIGKILL)
+            if time.monotonic() >= stop:
+                raise RuntimeError("the run that was to be killed half-way did not come there in time")
             if killed.wait() != -signal.SIGKILL:
                 raise RuntimeError(f"the run that was to be killed had ended before, with {killed.returncode}")
             megamem(*train, folder / "killed")
@@ -196,14 +204,13 @@ class Check:
         package = command.words[0].split(".")[0]
         if importlib.util.find_spec(package) is None:
             return Verdict(title, "skipped", f"{package} is not installed")
-        left_s = max(60.0, self._deadline - time.monotonic())
         result = subprocess.run(
             [sys.executable, "-m", *(word.replace(FOLDER, str(folder)) for word in command.words)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=left_s,
+            timeout=self._left_s,
             check=False,
         )
         self._outputs.append(Output(title, " ".join(("python -m", *command.words)), result.stdout))

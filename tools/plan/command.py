@@ -23,6 +23,7 @@ from pretrain.planning.costs.layouts import Estimate, estimate, estimates_of, po
 from pretrain.progress import Progress
 from tools.parsers import add_command, add_config, add_stage
 from tools.plan.report import as_json, details, table
+from tools.vocabulary import check_has_vocabulary
 
 _EPILOG = """\
 examples:
@@ -110,10 +111,7 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
     Raises:
         ConfigError: nothing fits, or the configuration cannot be planned.
     """
-    if config.model.vocab_size is None:
-        raise ConfigError(
-            f"{args.config} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304"
-        )
+    check_has_vocabulary(config, args.config)
     # Whatever of it has nothing to do with its layout must be right.
     validate(replace(config, train=replace(config.train, kernels="auto")), None)
     written = None
