@@ -153,6 +153,27 @@ def test_one_rank_is_the_formula_in_fp64(run_ranks: Any, tmp_path: Path, precisi
             assert abs(float(errors.mean())) < 5 * float(errors.std()) / errors.numel() ** 0.5
 
 
+def test_a_resumed_run_rounds_the_same_way(run_ranks: Any, tmp_path: Path) -> None:
+    """To the bit, with a rounding of another update for every step."""
+    config = on(by_row(ODD, "bf16"), micro_batch_size=2, memory=2)
+
+    def main() -> tuple[list[str], bool]:
+        with tiny_run(config) as run:
+            run.train(2)
+            run.save(tmp_path)
+            run.train(2)
+            straight = {shard.key: shard.data for shard in shards(run.bare)}
+        with tiny_run(config) as run:
+            run.resume(tmp_path / "step_00000002")
+            before = {shard.key: shard.data for shard in shards(run.bare)}
+            run.train(2)
+            resumed = {shard.key: shard.data for shard in shards(run.bare)}
+        moved = all(not torch.equal(resumed[key], before[key]) for key in before if key.startswith("banks."))
+        return [key for key in straight if not torch.equal(straight[key], resumed[key])], moved
+
+    assert run_ranks(main, 2) == [([], True)] * 2
+
+
 def test_another_update_goes_on_with_what_there_is_of_the_state(run_ranks: Any, tmp_path: Path) -> None:
     """AdamW's tables become rows' on another layout, and elements' again on a third; other parameters keep all."""
     rows = by_row(ODD, "bf16")
