@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from megamem.backbone_matrices import backbone_matrices
 from megamem.parameters import ReducedOver, declare, parameter_device
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
@@ -53,8 +54,9 @@ class Experts(SequentialMLP):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        matrices = backbone_matrices(self)
         for parameter in self.parameters():
-            declare(parameter, "experts", reduced_over=ReducedOver.STAGE)
+            declare(parameter, "experts", reduced_over=ReducedOver.STAGE, matrices=matrices.get(parameter))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -1,4 +1,5 @@
-"""Declarations made where a parameter is created: its device, its optimizer group, the ranks that sum its gradient.
+"""Declarations made where a parameter is created: its device, its optimizer group, the ranks that sum its gradient, and
+the hidden matrices that it consists of.
 
 Nothing is read off a parameter's name. A trainable parameter of which nothing is declared is an error (`group_of`).
 """
@@ -31,13 +32,35 @@ class ReducedOver(Enum):
     """All ranks of the stage with the same shard; buffers and optimizer are Megatron's for expert parallelism."""
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Hidden matrices that a parameter consists of: maps from one activation to another, which Muon may update.
+
+    Embeddings, output projections, routers, gates with an output per slot, keys, cores and tables are none. Matrices that
+    are stored in one parameter, for one product, are several.
+
+    Attributes:
+        rows: numbers of rows that belong to the matrices in turn, over and over; (): all rows are one matrix. Of the whole
+            parameter, as tensor-parallel ranks hold its parts one below the other.
+        by_rank: each tensor-parallel rank has matrices of its own, and no parts of common ones.
+    """
+
+    rows: tuple[int, ...] = ()
+    by_rank: bool = False
+
+
 def parameter_device(config: TransformerConfig) -> torch.device:
     """The device that Megatron's own layers allocate their parameters on."""
     return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
 def declare(
-    parameter: nn.Parameter, group: GroupName, *, reduced_over: ReducedOver, tensor_dim: int | None = None
+    parameter: nn.Parameter,
+    group: GroupName,
+    *,
+    reduced_over: ReducedOver,
+    tensor_dim: int | None = None,
+    matrices: Matrices | None = None,
 ) -> None:
     """Tell the optimizer and Megatron what they have to know of a parameter.
 
@@ -47,8 +70,10 @@ def declare(
         reduced_over: whose gradients are added up.
         tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole, and the global
             gradient norm counts it on the first of them alone.
+        matrices: that it consists of; None: it is no hidden matrix.
     """
     assert not is_declared(parameter)
+    parameter.hidden_matrices = matrices  # type: ignore[attr-defined]
     parameter.optimizer_group = group  # type: ignore[attr-defined]
     match reduced_over:
         case ReducedOver.TOKENS:
@@ -90,6 +115,17 @@ def is_on_every_stage(parameter: nn.Parameter) -> bool:
 def is_declared(parameter: nn.Parameter) -> bool:
     """True if its optimizer group is declared."""
     return hasattr(parameter, "optimizer_group")
+
+
+def matrices_of(parameter: nn.Parameter) -> Matrices | None:
+    """The hidden matrices that a declared parameter consists of; None: it is none."""
+    matrices: Matrices | None = parameter.hidden_matrices  # type: ignore[attr-defined]
+    return matrices
+
+
+def tensor_dim_of(parameter: nn.Parameter) -> int | None:
+    """The dimension that tensor-parallel ranks split; None: each of them holds it whole."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
 
 
 def group_of(name: str, parameter: nn.Parameter) -> GroupName:

@@ -21,7 +21,7 @@ from megamem.config import ModelConfig
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
-from megamem.parameters import ReducedOver, declare, parameter_device
+from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
 
@@ -139,10 +139,15 @@ class MemoryLayer(MegatronModule):
     def refresh(cls, layers: Sequence[Self]) -> None:
         """Refresh these layers of one model chunk once per optimizer step, before its first microbatch."""
 
-    def _weight(self, *shape: int) -> nn.Parameter:
+    def _matrix(self, num_outputs: int, num_inputs: int) -> nn.Parameter:
+        """A weight [outputs, inputs] that maps one activation to another."""
+        return self._weight(num_outputs, num_inputs, matrices=Matrices())
+
+    def _weight(self, *shape: int, matrices: Matrices | None = None) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
         # Gains and biases are not decayed.
-        declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
+        group: GroupName = "retrieval" if len(shape) > 1 else "backbone_no_decay"
+        declare(weight, group, reduced_over=ReducedOver.TOKENS, matrices=matrices)
         return weight
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
+from megamem.backbone_matrices import backbone_matrices
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
@@ -153,6 +154,7 @@ def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
 
 def _declare_megatron(chunk: MemoryGPTModel) -> None:
     """Declare the parameters of Megatron's own modules and of Transformer Engine's, which nobody here creates."""
+    matrices = backbone_matrices(chunk)
     for module in chunk.modules():
         if type(module).__module__.split(".")[0] not in ("megatron", "transformer_engine"):
             continue
@@ -160,7 +162,13 @@ def _declare_megatron(chunk: MemoryGPTModel) -> None:
             # A mixture declares its experts.
             if not is_declared(parameter):
                 group: GroupName = "backbone" if parameter.dim() > 1 else "backbone_no_decay"
-                declare(parameter, group, reduced_over=ReducedOver.DATA, tensor_dim=_split_dim(module))
+                declare(
+                    parameter,
+                    group,
+                    reduced_over=ReducedOver.DATA,
+                    tensor_dim=_split_dim(module),
+                    matrices=matrices.get(parameter),
+                )
 
 
 def _split_dim(module: nn.Module) -> int | None:

@@ -26,7 +26,7 @@ class LinearLayer(MemoryLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory = self.memory
-        self.query_proj = self._weight(memory.num_heads * memory.key_dim, hidden_size)
+        self.query_proj = self._matrix(memory.num_heads * memory.key_dim, hidden_size)
         self.keys = self._weight(memory.num_heads, memory.num_rows, memory.key_dim)
 
     def retrieve(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ class MemoryPlusLayer(ProductKeyLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         super()._build(hidden_size, seed)
-        self.silu_gate = self._weight(self.memory.value_dim, hidden_size)
+        self.silu_gate = self._matrix(self.memory.value_dim, hidden_size)
         self.silu_gate_bias = self._bias(self.memory.value_dim)
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:

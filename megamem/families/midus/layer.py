@@ -17,7 +17,7 @@ from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import retrieve
 from megamem.layers.retrieval import Retrieved
-from megamem.parameters import GroupName, ReducedOver, declare, parameter_device
+from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
 
 
 class MidusLayer(MemoryLayer):
@@ -45,7 +45,9 @@ class MidusLayer(MemoryLayer):
             self.num_ranks = self.tensor_group.size()
         heads = memory.num_heads // self.num_ranks
         self.keys = self._by_head(heads, 2, memory.num_keys, head_dim // 2)
-        self.expansion = self._by_head(heads, memory.value_dim, head_dim)
+        # A matrix per head.
+        by_head = Matrices((memory.value_dim,) * heads, by_rank=True)
+        self.expansion = self._by_head(heads, memory.value_dim, head_dim, matrices=by_head)
         self.query_gain = self.query_bias = None
         if memory.query_norm == "layer":
             # Not decayed, as no gain and no bias is.
@@ -54,14 +56,14 @@ class MidusLayer(MemoryLayer):
         # [n N^2, d], see `expand_values`.
         self.own_values: Tensor | None = None
 
-    def _by_head(self, *shape: int, group: GroupName = "retrieval") -> nn.Parameter:
+    def _by_head(self, *shape: int, group: GroupName = "retrieval", matrices: Matrices | None = None) -> nn.Parameter:
         """A weight of this rank's heads."""
         device = parameter_device(self.config)
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
         if self.memory.reads_whole_tokens:
-            declare(weight, group, reduced_over=ReducedOver.TOKENS)
+            declare(weight, group, reduced_over=ReducedOver.TOKENS, matrices=matrices)
         else:
-            declare(weight, group, reduced_over=ReducedOver.DATA, tensor_dim=0)
+            declare(weight, group, reduced_over=ReducedOver.DATA, tensor_dim=0, matrices=matrices)
         return weight
 
     def _normalised(self, queries: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class UltraMemV2Layer(TuckerLayer):
     def _build(self, hidden_size: int, seed: int) -> None:
         super()._build(hidden_size, seed)
         width = self.memory.pre_value_dim
-        self.pre_value_proj = self._weight(width, hidden_size) if width else None
+        self.pre_value_proj = self._matrix(width, hidden_size) if width else None
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """The projected input, [T, P]."""
