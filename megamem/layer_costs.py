@@ -28,6 +28,7 @@ class LayerCosts:
         select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
         kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
+        matrices: rows and columns of each of the layer's hidden matrices (`megamem.parameters.Matrices`).
         split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
     """
 
@@ -48,6 +49,7 @@ class LayerCosts:
     select_wide: int = 0
     kept_by_entries: int = 0
     backward_wide: int = 0
+    matrices: tuple[tuple[int, int], ...] = ()
     split_by_heads: int = 0
 
     def __add__(self, other: LayerCosts) -> LayerCosts:

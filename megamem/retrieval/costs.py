@@ -25,7 +25,13 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     queries, entries = memory.num_queries * memory.key_dim, memory.num_heads * memory.top_k
     projections = width * (memory.num_value_projections * memory.value_dim + memory.pre_value_dim)
     weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
+    matrices = (
+        (queries, width),
+        (width, memory.num_value_projections * memory.value_dim),
+        (memory.pre_value_dim, width),
+    )
     return LayerCosts(
+        matrices=matrices if memory.pre_value_dim else matrices[:2],
         retrieval=weights + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2,
         projections=projections,
         key_flops=2.0 * weights,
@@ -58,6 +64,7 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
     inputs = (memory.value_dim if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)
     weights = queries * width + keys * memory.key_dim
     return LayerCosts(
+        matrices=((queries, width), *(((width, memory.value_dim),) if memory.has_value_projection else ())),
         retrieval=weights + (memory.key_dim if memory.query_norm else 0) + (queries if memory.biases else 0),
         projections=width * inputs + (outputs if memory.biases else 0),
         key_flops=2.0 * weights,

@@ -22,10 +22,11 @@ from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, ROW_WISE
+from pretrain.config.updates import ADAMW, MUON, ROW_WISE
 from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
+from pretrain.errors import CheckpointError
 from pretrain.state import RunState, TrainedLayers
 
 
@@ -73,7 +74,8 @@ def restore_run(
         The counters to go on with.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
+        CheckpointError: on every rank: the checkpoint cannot be read, is of another model, or has the state of another
+            `optimizer.matrices`.
     """
     bare = [unwrap(chunk) for chunk in chunks]
     model = _model_entries(bare)
@@ -117,9 +119,25 @@ def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Ta
     for shard in shards:
         weight = shard.key.removeprefix(STATE_PREFIX).partition(".")[2]
         if weight not in index.tensors or main_name(weight) in index.tensors:
+            _check_matrices(shard, weight, index)
             yield from _of_other_update(shard, weight, index) if shard.key not in index.tensors else [_target(shard)]
         elif shard.key == main_name(weight):
             yield _target(shard, weight)
+
+
+def _check_matrices(shard: ShardedTensor, weight: str, index: Index) -> None:
+    """Refuse a checkpoint in which another update than the run's kept the state of a hidden matrix.
+
+    Neither's state can be made of the other's: momentum has another decay, and no second moment.
+    """
+    for ours, theirs in ((ADAMW, MUON), (MUON, ADAMW)):
+        own, others = ([f"{STATE_PREFIX}{name}.{weight}" for name in update.per_element] for update in (ours, theirs))
+        if shard.key in own and shard.key not in index.tensors and all(name in index.tensors for name in others):
+            raise CheckpointError(
+                f"the checkpoint has the state of {weight} as optimizer.matrices: {theirs.name} keeps it "
+                f"({', '.join(theirs.per_element)}), and optimizer.matrices is {ours.name}: set it to {theirs.name}, or "
+                f"change it where a stage begins with optimizer_state: reset"
+            )
 
 
 def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterator[Target]:

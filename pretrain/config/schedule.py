@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import OptimizerConfig, StageConfig, TrainConfig
+from pretrain.config.updates import MUON
 
 if TYPE_CHECKING:
     # It imports torch, and code that checks or draws a schedule does not.
@@ -93,7 +94,19 @@ def apply_schedule(
     train: TrainConfig,
     stage: StageConfig | None = None,
 ) -> None:
-    """Set learning rate and weight decay of every group for one step, in place."""
+    """Set learning rate and weight decay of every group for one step, in place.
+
+    Several may have one name: hidden matrices that Muon updates (their `rule`), and the rest.
+    """
     settings = group_settings(step, optimizer, train, stage)
     for group in param_groups:
-        group["lr"], group["weight_decay"] = settings[group["name"]]
+        lr, decay = settings[group["name"]]
+        if group.get("rule") == MUON.name:
+            lr, decay = matrix_settings(lr, decay, optimizer)
+        group["lr"], group["weight_decay"] = lr, decay
+
+
+def matrix_settings(lr: float, decay: float, optimizer: OptimizerConfig) -> tuple[float, float]:
+    """(learning rate, weight decay) of the hidden matrices of a group with these, where Muon updates them."""
+    own = optimizer.muon_weight_decay
+    return lr * optimizer.muon_lr_multiplier, decay if own is None else own

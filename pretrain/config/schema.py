@@ -149,9 +149,14 @@ class TrainConfig(Config):
         return 2 if self.precision == "bf16" else 4
 
 
+def _uses_muon(optimizer: OptimizerConfig) -> bool:
+    return optimizer.matrices == "muon"
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Config):
-    """AdamW, in groups: backbone with and without decay, retrieval, experts, values and pre-values."""
+    """AdamW, in groups: backbone with and without decay, retrieval, experts, values and pre-values; Muon for matrices, or
+    an update by row for tables, where they are asked for."""
 
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
@@ -189,6 +194,33 @@ class OptimizerConfig(Config):
     value_clip_grad: NonNegativeFloat | None = None
     """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the
     global norm; 0: no clipping; null: they count in it."""
+    matrices: Literal["adamw", "muon"] = "adamw"
+    """Update of the hidden matrices: attention, feed-forwards, experts and memory layers' projections; never embeddings,
+    output projections, norms, routers, keys, cores and tables. muon: orthogonalised momentum, which keeps one moment.
+    See docs/muon.md."""
+    muon_lr_multiplier: Annotated[PositiveFloat, EffectiveWhen(_uses_muon, "optimizer.matrices is muon")] = 1.0
+    """Learning rate of hidden matrices over that of their group, at every step."""
+    muon_weight_decay: Annotated[NonNegativeFloat | None, EffectiveWhen(_uses_muon, "optimizer.matrices is muon")] = (
+        None
+    )
+    """Decoupled weight decay of hidden matrices; null: that of their group."""
+    muon_scale: Annotated[
+        Literal["match_rms_adamw", "original"],
+        EffectiveWhen(_uses_muon, "optimizer.matrices is muon"),
+    ] = "match_rms_adamw"
+    """Size of an update of a matrix of m x n, over its learning rate. match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's
+    rates and decays fit; original: sqrt(max(1, m / n)), with rates about 0.02."""
+    muon_momentum: Annotated[Beta, EffectiveWhen(_uses_muon, "optimizer.matrices is muon")] = 0.95
+    """Decay of the momentum."""
+    muon_nesterov: Annotated[bool, EffectiveWhen(_uses_muon, "optimizer.matrices is muon")] = True
+    """Nesterov's momentum: the average looks ahead by the gradient once more."""
+    muon_ns_steps: Annotated[
+        PositiveInt,
+        Le(20),
+        Advice("each is three products of matrices, and more of them change nothing"),
+        EffectiveWhen(_uses_muon, "optimizer.matrices is muon"),
+    ] = 5
+    """Newton-Schulz iterations that orthogonalise the momentum."""
     tables: Literal["adamw", "row_wise"] = "adamw"
     """Update of the memory tables. adamw: two moments per element, and fp32 main weights beside bf16 ones; row_wise: a
     second moment per row and no first, and bf16 weights that are rounded stochastically. See docs/memory-parallel.md."""

@@ -56,6 +56,11 @@ ADAMW = Update("adamw", per_element=("exp_avg", "exp_avg_sq"))
 ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq",), has_main_weights=False)
 """AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`)."""
 
+MUON = Update("muon", per_element=("momentum",))
+"""The update of hidden matrices by orthogonalised momentum (`pretrain.engine.muon`)."""
+
+MATRIX_GROUPS: tuple[GroupName, ...] = ("backbone", "retrieval", "experts")
+"""Groups that have hidden matrices."""
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 """Groups of memory tables."""
 
@@ -63,3 +68,8 @@ TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 def table_update(settings: OptimizerConfig) -> Update:
     """The update of the memory tables."""
     return ROW_WISE if settings.tables == "row_wise" else ADAMW
+
+
+def matrix_update(settings: OptimizerConfig) -> Update:
+    """The update of the hidden matrices."""
+    return MUON if settings.matrices == "muon" else ADAMW

@@ -20,12 +20,13 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megamem.parameters import GroupName, group_of
+from megamem.parameters import GroupName, group_of, matrices_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, ROW_WISE, TABLE_GROUPS, table_update
+from pretrain.config.updates import ADAMW, MATRIX_GROUPS, MUON, ROW_WISE, TABLE_GROUPS, matrix_update, table_update
 from pretrain.engine.build import unwrap
-from pretrain.engine.megatron import optimizer_config
+from pretrain.engine.megatron import optimizer_config, parameter_dtype
+from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
 from pretrain.engine.row_wise import Place, RowGroups, RowWise
 from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
@@ -383,9 +384,10 @@ def _distributed_optimizer(
 ) -> MemoryDistributedOptimizer:
     split = names is SPLIT_GROUPS
     settings = config.optimizer
-    rule_of = {name: _rule_of(config, name) for name in names}
-    param_groups = [
-        {"params": assigned[name], "name": name, "is_expert_parallel": split, "rule": rule_of[name]} for name in names
+    param_groups: list[dict[str, Any]] = [
+        {"params": parameters, "name": name, "is_expert_parallel": split, "rule": rule}
+        for name in names
+        for rule, parameters in _by_rule(config, name, assigned[name])
     ]
     inner = None
     if any(group["params"] for group in param_groups):
@@ -413,8 +415,8 @@ def _distributed_optimizer(
         data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
         make_rules={
-            rule: _make_rule(rule, config, chunks, groups)
-            for rule in dict.fromkeys(rule_of.values())
+            rule: _make_rule(rule, config, chunks, groups, split=split)
+            for rule in dict.fromkeys(group["rule"] for group in param_groups)
             if rule is not None
         },
     )
@@ -427,8 +429,19 @@ def _distributed_optimizer(
 _ON_HOST = "adamw on the host"
 
 
+def _by_rule(
+    config: RunConfig, group: GroupName, parameters: list[nn.Parameter]
+) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+    """Parameters of a group by the name of the rule that updates them: hidden matrices may have one of their own."""
+    if group in MATRIX_GROUPS and matrix_update(config.optimizer) is MUON:
+        yield None, [parameter for parameter in parameters if matrices_of(parameter) is None]
+        yield MUON.name, [parameter for parameter in parameters if matrices_of(parameter) is not None]
+    else:
+        yield _rule_of(config, group), parameters
+
+
 def _rule_of(config: RunConfig, group: GroupName) -> str | None:
-    """The name of the rule that updates a group; None: Megatron's AdamW."""
+    """The name of the rule that updates a group as one; None: Megatron's AdamW."""
     if group not in TABLE_GROUPS or config.model.memory is None:
         return None
     update = table_update(config.optimizer)
@@ -438,10 +451,19 @@ def _rule_of(config: RunConfig, group: GroupName) -> str | None:
 
 
 def _make_rule(
-    rule: str, config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
+    rule: str,
+    config: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    groups: ParallelGroups,
+    *,
+    split: bool,
 ) -> MakeRule:
-    """Maker of the rule of this name."""
-    settings = config.optimizer
+    """Maker of the rule of this name, for the parameters that the memory group splits or for the others."""
+    settings, megatron = config.optimizer, groups.megatron
+    if rule == MUON.name:
+        # Experts are not split over tensor-parallel ranks.
+        team = Team(megatron.expt_dp, 1) if split else Team(megatron.tp_dp_cp, megatron.tp.size())
+        return partial(Muon, settings=settings, dtype=parameter_dtype(config), team=team)
     if rule == _ON_HOST:
         return partial(HostTables, adamw=host_adamw(settings))
     assert rule == ROW_WISE.name
@@ -450,7 +472,7 @@ def _make_rule(
         settings=settings,
         seed=config.seed,
         places=dict(_table_places(chunks)),
-        groups=RowGroups(groups.table_columns, groups.megatron.expt_dp),
+        groups=RowGroups(groups.table_columns, megatron.expt_dp),
     )
 
 

@@ -22,7 +22,7 @@ from pretrain.data.manifest import PreparedDataset
 from pretrain.errors import ConfigError, UserError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.state import dense_state, table_state
+from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable
 from pretrain.run.trained_data import check_trained_data
@@ -156,6 +156,7 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
     backbone = counts.total - counts.tables
     weight_and_gradient = config.train.element_bytes + _BYTES_OF_GRADIENT
     needed = backbone * (replicas * weight_and_gradient + dense_state(config))
+    needed -= saved_by_matrices(config)
     needed += counts.tables * (weight_and_gradient + table_state(config))
     available = machine_memory_bytes()
     if needed > available:

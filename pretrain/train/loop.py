@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
 from pretrain.config.schedule import apply_schedule, group_settings
+from pretrain.config.updates import MUON
 from pretrain.engine.nonfinite import in_words
 from pretrain.engine.step import Batch, StepResult, train_step
 from pretrain.errors import StoppedEarly, UserError
@@ -141,7 +142,10 @@ def _learning_rates(run: Run) -> dict[GroupName, float]:
     A stage without split parameters has no such groups, and says what the schedule gives those of other stages.
     """
     scheduled = group_settings(run.state.step, run.config.optimizer, run.config.train, run.config.stage)
-    carried: dict[GroupName, float] = {group["name"]: group["lr"] for group in run.optimizer.param_groups}
+    # Matrices that Muon updates have the rate of their group times a constant.
+    carried: dict[GroupName, float] = {
+        group["name"]: group["lr"] for group in run.optimizer.param_groups if group.get("rule") != MUON.name
+    }
     return {name: lr for name, (lr, _) in scheduled.items()} | carried
 
 

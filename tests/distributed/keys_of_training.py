@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hidden_matrices import MuonFormula, matrices_in
 from keys_table import MOE, Subject, Table, changed_names, last_parts, set_key, with_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +48,7 @@ class AdamW:
     beta2: float = 0.95
     epsilon: float = 1e-8
     tables_by_row: bool = False
+    matrices: MuonFormula | None = None
 
     def of(self, group: str) -> tuple[tuple[float, float, float], float]:
         """Rates and decay."""
@@ -67,6 +69,19 @@ class AdamW:
             average = square = torch.zeros_like(before, dtype=torch.float64)
             for number, (step, rate) in enumerate(zip(subject.steps, rates, strict=True), start=1):
                 gradient = step.gradients[name].double()
+                if self.matrices is not None and matrices_in(name, gradient, subject.config.model):
+                    expected, average = self.matrices.updated(
+                        name, subject.config.model, before.double(), average, gradient, rate, decay
+                    )
+                    torch.testing.assert_close(
+                        step.weights[name].double(),
+                        expected,
+                        rtol=2e-7,
+                        atol=1e-3 * rate,
+                        msg=f"{name} at step {number}",
+                    )
+                    before = step.weights[name]
+                    continue
                 average = self.beta1 * average + (1 - self.beta1) * gradient
                 mean, squared = average / (1 - self.beta1**number), gradient**2
                 if self.tables_by_row and last_parts({name}) <= TABLES:
@@ -287,6 +302,65 @@ def _(base: Subject, second: Subject) -> None:
     assert second.steps[0].norm == pytest.approx(dense, rel=1e-5)
     assert tables > 1e-3
     assert scales(base, second) == pytest.approx((1.0, 1e-3 / tables), rel=1e-4)
+
+
+WITH_MATRICES = {"backbone", "retrieval"}
+MUON = with_optimizer(matrices="muon")
+
+
+@TRAINING.key("optimizer.matrices", "muon")
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula()).explains(second)
+    assert moved_otherwise(base, second) == WITH_MATRICES
+
+
+@TRAINING.key("optimizer.matrices", "muon", MOE)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula()).explains(second)
+    assert moved_otherwise(base, second) == {"backbone", "experts"}
+
+
+@TRAINING.key("optimizer.muon_lr_multiplier", 3.0, MUON)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula(rate=3.0)).explains(second)
+    assert moved_otherwise(base, second) == WITH_MATRICES
+
+
+@TRAINING.key("optimizer.muon_weight_decay", 0.7, MUON)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula(decay=0.7)).explains(second)
+    assert moved_otherwise(base, second) == WITH_MATRICES
+
+
+@TRAINING.key("optimizer.muon_scale", "original", MUON)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula(scale="original")).explains(second)
+    assert moved_otherwise(base, second) == WITH_MATRICES
+
+
+@TRAINING.key("optimizer.muon_momentum", 0.5, MUON)
+def _(base: Subject, second: Subject) -> None:
+    """The first update has one direction whatever the momentum."""
+    AdamW(matrices=MuonFormula(momentum=0.5)).explains(second)
+    for name, weight in base.steps[0].weights.items():
+        torch.testing.assert_close(second.steps[0].weights[name], weight, rtol=2e-7, atol=1e-6)
+    matrices = {name for name, weight in base.weights.items() if matrices_in(name, weight, base.config.model)}
+    assert matrices <= changed_names(base.steps[1].weights, second.steps[1].weights)
+
+
+@TRAINING.key("optimizer.muon_nesterov", False, MUON)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula(nesterov=False)).explains(second)
+    for name, weight in base.steps[0].weights.items():
+        torch.testing.assert_close(second.steps[0].weights[name], weight, rtol=2e-7, atol=1e-6)
+    matrices = {name for name, weight in base.weights.items() if matrices_in(name, weight, base.config.model)}
+    assert matrices <= changed_names(base.steps[1].weights, second.steps[1].weights)
+
+
+@TRAINING.key("optimizer.muon_ns_steps", 3, MUON)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(matrices=MuonFormula(num_steps=3)).explains(second)
+    assert moved_otherwise(base, second) == WITH_MATRICES
 
 
 @TRAINING.key("optimizer.tables", "row_wise")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+from hidden_matrices import is_matrix
 from tiny_runs import PRIVATE, SHARED, on, save_run, tiny_run
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -52,7 +53,10 @@ CASES: dict[str, tuple[RunConfig, tuple[str, ...]]] = {
             "tensor 2 x pipeline 2 x memory 2",
         ),
     ),
-    "untied, two heads": (PRIVATE, ("tensor 2 x pipeline 2", "pipeline 4", "pipeline 2 x data 2, interleaved")),
+    "untied, two heads, muon": (
+        replace(PRIVATE, optimizer=replace(PRIVATE.optimizer, matrices="muon")),
+        ("tensor 2 x pipeline 2", "pipeline 4", "pipeline 2 x data 2, interleaved"),
+    ),
     "dense": (DENSE, ("tensor 2 x pipeline 2", "pipeline 2 x data 2, interleaved")),
     "tied, bf16, tables by row": (
         replace(
@@ -144,24 +148,29 @@ def test_every_layout_loads_what_another_one_saved(run_ranks: Any, tmp_path: Pat
 
 def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Weights, main weights and both moments of every parameter, in the weights' global shape; of tables that are updated
-    by row, a moment per row, and no main weights but themselves; and the buffers, which have no moments.
+    by row, a moment per row, and no main weights but themselves; of matrices that Muon updates, one moment; and the
+    buffers, which have no moments.
     """
     state_prefix = "optimizer.state.param."
     weights = {name.removeprefix(state_prefix) for name in tensors if name.startswith(state_prefix)}
     buffers = {name for name in tensors if not name.startswith("optimizer.")} - weights
     assert {name.rsplit(".", 2)[1] for name in buffers} <= {"memory"}
     by_row = {name for name in weights if name.endswith("values")} if config.optimizer.tables == "row_wise" else set()
+    by_muon = {name for name in weights if is_matrix(name)} if config.optimizer.matrices == "muon" else set()
+    kept = {
+        name: ("row_exp_avg_sq",) if name in by_row else ("momentum",) if name in by_muon else ("exp_avg", "exp_avg_sq")
+        for name in weights
+    }
     for name in weights:
         main = tensors[f"optimizer.state.param.{name}"]
         assert torch.equal(main.to(tensors[name].dtype), tensors[name])
         assert main.dtype == (tensors[name].dtype if name in by_row else torch.float32)
-        for part in ("row_exp_avg_sq",) if name in by_row else ("exp_avg", "exp_avg_sq"):
+        for part in kept[name]:
             state = tensors[f"optimizer.state.{part}.{name}"]
             assert state.shape == tensors[name].shape[: 1 if name in by_row else None]
             assert state.dtype == torch.float32
-    assert len(tensors) == 4 * len(weights) - len(by_row) + len(buffers)
+    assert len(tensors) == 4 * len(weights) - len(by_row) - len(by_muon) + len(buffers)
     tables = [name for name in weights if name.endswith("values")]
     assert bool(tables) == (config.model.memory is not None)
-    squares = {name: f"optimizer.state.{'row_' * (name in by_row)}exp_avg_sq.{name}" for name in weights}
-    moved = [name for name in weights if tensors[squares[name]].any()]
+    moved = [name for name in weights if tensors[f"optimizer.state.{kept[name][-1]}.{name}"].any()]
     assert len(moved) == len(weights)

@@ -8,6 +8,7 @@ its optimizer group, and the closed formulas count it. What a layer tells of its
 from __future__ import annotations
 
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -25,14 +26,17 @@ from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.registry import FAMILIES
 from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
-from megamem.parameters import group_of
+from megamem.parameters import group_of, matrices_of
 from megamem.usage import LayerUsage
 from parallel.groups import ParallelGroups
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
+from pretrain.engine.muon import units_of
+from pretrain.engine.update_rules import Spread
 from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.stages import stages_of
 
 HIDDEN, EPSILON = 16, 0.25
 DENSE = RunConfig(
@@ -276,12 +280,14 @@ class Asked:
         untold: keys, and values that make no difference.
         steps: one of every set of parameters.
         miscounted: by the formula and as built, where these differ.
+        misdeclared: models whose hidden matrices are others than the formulas list.
     """
 
     unread: list[tuple[str, Any]] = field(default_factory=list)
     untold: list[tuple[str, Any]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     miscounted: list[tuple[int, int]] = field(default_factory=list)
+    misdeclared: list[RunConfig] = field(default_factory=list)
 
 
 def ask(kind: str, groups: ParallelGroups) -> Asked:
@@ -293,6 +299,11 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
         counts = count_parameters(config.model).total, sum(p.numel() for p in chunk.parameters())
         if len(set(counts)) > 1:
             asked.miscounted.append(counts)
+        (stage,) = stages_of(config)
+        hidden = [Spread(p, 0, ()) for p in chunk.parameters() if matrices_of(p) is not None]
+        declared = [shape for unit in units_of(hidden, 1) for shape in unit.matrix_shapes]
+        if Counter(stage.trained.matrices.all) != Counter(declared):
+            asked.misdeclared.append(config)
         return chunk
 
     @cache
@@ -368,3 +379,4 @@ def test_layers_tell_which_rows_they_read(asked: dict[str, Asked], kind: str) ->
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_formula_counts_every_parameter(asked: dict[str, Asked], kind: str) -> None:
     assert asked[kind].miscounted == []
+    assert asked[kind].misdeclared == []

@@ -1,4 +1,4 @@
-"""The weights after each step are those of AdamW, and the tables' those of `optimizer.tables`, computed again in
+"""The weights after each step are those of AdamW, or of `optimizer.tables` and `optimizer.matrices`, computed again in
 float64 from the gradients: with the rates of a warm-up and a decay, a skipped step, and a resume.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hidden_matrices import MuonFormula, is_matrix
 from megatron.core import tensor_parallel
 from tiny_runs import SHARED, TinyRun, tiny_run
 from torch import Tensor
@@ -87,6 +88,18 @@ class ByRow(AdamW):
         self.weight = (1 - lr * decay) * self.weight - lr * gradient / (square.sqrt() + EPSILON)
 
 
+@dataclass
+class ByMuon(AdamW):
+    """The trajectory in float64 of hidden matrices, `first` being their momentum."""
+
+    name: str = ""
+
+    def update(self, gradient: Tensor, lr: float, decay: float) -> None:
+        self.weight, self.first = MuonFormula().updated(
+            self.name, CONFIG.model, self.weight, self.first, gradient, lr, decay
+        )
+
+
 @contextmanager
 def without_finite_gradients(run: TinyRun) -> Iterator[None]:
     (bare,) = run.bare
@@ -108,6 +121,8 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
         zeros = torch.zeros_like(weight, dtype=torch.float64)
         if name.endswith("values") and run.config.optimizer.tables == "row_wise":
             trajectories[name] = ByRow(weight.double(), zeros, zeros[:, :1])
+        elif is_matrix(name) and run.config.optimizer.matrices == "muon":
+            trajectories[name] = ByMuon(weight.double(), zeros, zeros, name=name)
         else:
             trajectories[name] = AdamW(weight.double(), zeros, zeros)
     errors = []
@@ -131,11 +146,11 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("tables", ["adamw", "row_wise"])
-def test_the_weights_move_as_the_optimizer_says(run_ranks: Any, tmp_path: Path, tables: Any) -> None:
+@pytest.mark.parametrize(("tables", "matrices"), [("adamw", "adamw"), ("row_wise", "muon")])
+def test_the_weights_move_as_the_optimizer_says(run_ranks: Any, tmp_path: Path, tables: Any, matrices: Any) -> None:
     """Every parameter follows its update with the settings above written out; a resumed run goes the same way to the
     bit."""
-    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, tables=tables))
+    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, tables=tables, matrices=matrices))
 
     def main() -> tuple[list[float], list[str]]:
         with tiny_run(config) as run:

@@ -231,6 +231,31 @@ def reports() -> Reports:
     return Reports()
 
 
+def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
+    """Ranges that ranks own have other shares of matrices; an embedding is in one rank's."""
+    config = replace(
+        MIXTURE,
+        model=replace(MIXTURE.model, tied_embeddings=True),
+        parallel=ParallelConfig(memory=2),
+        optimizer=OptimizerConfig(matrices="muon"),
+        train=replace(MIXTURE.train, global_batch_size=4),
+    )
+
+    def main() -> list[Any]:
+        from pretrain.planning.dryrun.rank import dry_run
+
+        return list(dry_run(config, 4, range(4)))
+
+    (found,) = launch_within(main, 1, timeout_s=280, num_threads=1)
+    (predicted,) = stage_bytes(config, 4)
+    for part in (MemoryPart.OPTIMIZER, MemoryPart.TABLE_OPTIMIZER):
+        counted = max(report.held.by_part[part] for report in found)
+        # Routers and norms are in the shares of others.
+        assert counted * 0.999 <= predicted.by_part[part] <= 1.03 * counted
+        adamw = stage_bytes(replace(config, optimizer=OptimizerConfig()), 4)[0].by_part[part]
+        assert counted < 0.95 * adamw
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
     from tools.maintenance.agreement import figures

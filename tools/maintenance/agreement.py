@@ -27,6 +27,9 @@ _AXES: Mapping[str, str] = {
 _ROW_SUMS = ("memory", "table columns")
 """Axes over which sums per row of tables go (`optimizer.tables: row_wise`); nothing else is summed over them."""
 
+_OF_PIECES = ("table replicas", "data")
+"""Axes that send each other pieces of hidden matrices (`optimizer.matrices: muon`), and nothing else in that way."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -76,6 +79,9 @@ def _counted(report: RankReport) -> dict[str, float]:
     for call in report.collectives:
         if call.op == "all_reduce" and call.axis in _ROW_SUMS:
             found["tables"] += call.sent_bytes
+        elif call.op == "all_to_all" and call.axis in _OF_PIECES:
+            # Predicted on the average over ranks: those with the largest matrices exchange more.
+            continue
         elif call.axis in _AXES:
             found[_AXES[call.axis]] += call.sent_bytes
         elif call.op == "send":

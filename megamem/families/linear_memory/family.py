@@ -24,6 +24,7 @@ def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
     weights, scores = queries * (width + memory.num_rows), memory.num_heads * memory.num_rows
     return LayerCosts(
         retrieval=weights,
+        matrices=((queries, width),),
         key_flops=2.0 * weights,
         selection_bytes=4 * scores + 8 * entries,
         # Widened, and sorted: by the blocks that hold a short list, else in four passes of scores and places.

@@ -37,7 +37,10 @@ def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
     gate = width * memory.value_dim
     biases = memory.value_dim if memory.biases else 0
     return product_key_costs(memory, view, width) + LayerCosts(
-        projections=gate + biases, projection_flops=2.0 * gate, kept_narrow=3 * memory.value_dim
+        projections=gate + biases,
+        projection_flops=2.0 * gate,
+        kept_narrow=3 * memory.value_dim,
+        matrices=((memory.value_dim, width),),
     )
 
 

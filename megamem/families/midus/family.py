@@ -25,6 +25,7 @@ def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
     return LayerCosts(
         retrieval=keys + norm,
         projections=expansion,
+        matrices=((memory.value_dim, width // memory.num_heads),) * memory.num_heads,
         split_by_heads=0 if memory.reads_whole_tokens else keys + expansion + norm,
         key_flops=2.0 * keys,
         selection_flops=1.0 * memory.num_heads * memory.top_k**2,

@@ -8,7 +8,7 @@ from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.stages import stages_of
-from pretrain.planning.costs.state import dense_state, table_state
+from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 
 _GRADIENT = 4
 
@@ -59,7 +59,7 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
         stepped, stepped_tables = dense + experts, tables
-    state = stepped * dense_state(config)
+    state = stepped * dense_state(config) - saved_by_matrices(config)
     if config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
     return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, state / num_ranks)

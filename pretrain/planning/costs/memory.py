@@ -24,8 +24,16 @@ from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
+from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.state import dense_state, stored_dense, stored_table, table_state
+from pretrain.planning.costs.state import (
+    dense_state,
+    matrix_saving,
+    saved_by_matrices,
+    stored_dense,
+    stored_table,
+    table_state,
+)
 
 
 class MemoryPart(StrEnum):
@@ -144,7 +152,7 @@ def checkpoint_bytes(config: RunConfig) -> float:
     stages = stages_of(config)
     tables = sum(stage.table_elements for stage in stages)
     dense = sum(stage.expert_weights + stage.split_weights + stage.whole_weights for stage in stages)
-    return dense * stored_dense(config) + tables * stored_table(config)
+    return dense * stored_dense(config) + tables * stored_table(config) - saved_by_matrices(config)
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:
@@ -172,6 +180,13 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     element = config.train.element_bytes
     dense, tables = local_dense(config, stage), local_tables(config, stage)
     dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
+    matrices, layout = stage.trained.matrices, config.parallel
+    of_matrices = num_elements(matrices.split) / layout.tensor + num_elements(matrices.whole)
+    own, own_tables = dense_trained / (division.replicas * layout.context), tables_trained / division.table_replicas
+    # The rank with the fullest share: as few matrices as ranges of the flattened weights can have.
+    saved = matrix_saving(config) * max(0.0, own - (dense_trained - of_matrices))
+    of_experts = num_elements(matrices.experts) / layout.memory
+    saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
     on_device = stage.trained.experts * dense_state(config)
     if config.optimizer.value_offload == "none":
         on_device += stage.trained.table_elements * table_state(config)
@@ -180,8 +195,8 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
         MemoryPart.TABLES: tables * element,
         MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
         MemoryPart.TABLE_GRADIENTS: tables_trained * _GRADIENT,
-        MemoryPart.OPTIMIZER: dense_trained * dense_state(config) / (division.replicas * config.parallel.context),
-        MemoryPart.TABLE_OPTIMIZER: on_device / config.parallel.memory / division.table_replicas,
+        MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
+        MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory / division.table_replicas - saved_tables,
     }
 
 

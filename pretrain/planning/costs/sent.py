@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import table_update
+from pretrain.config.updates import MUON, matrix_update, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
+from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, lookup_bytes
@@ -31,6 +32,7 @@ class StageSent:
         messages: to neighbouring stages.
         tables: reductions of gradients and gathers of weights, of tables and experts, and sums per row over columns.
         dense: the same of all else.
+        matrices: pieces of hidden matrices that Muon updates, on the average over the ranks of the stage.
         copies: sums over the stages of banks that each holds a copy of.
     """
 
@@ -40,6 +42,7 @@ class StageSent:
     messages: float
     tables: float
     dense: float
+    matrices: float
     copies: float
 
 
@@ -66,8 +69,30 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         messages=m * crossings * hidden,
         tables=ring(trained_tables(config, stage), division.table_replicas) + _row_sums(config, stage, division),
         dense=ring(trained_dense(config, stage), division.replicas * layout.context),
+        matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
         copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
     )
+
+
+def pieces_of_matrices(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of pieces of hidden matrices, experts' left out, that a rank sends to others where Muon updates them.
+
+    Each element goes to the rank that works on its matrix, and its update to the owner: on every tensor-parallel rank,
+    of matrices that all of them hold.
+    """
+    if matrix_update(config.optimizer) is not MUON:
+        return 0.0
+    size, matrices = division.replicas * config.parallel.context * config.parallel.tensor, stage.trained.matrices
+    elements = 2 * num_elements(matrices.split) + (1 + config.parallel.tensor) * num_elements(matrices.whole)
+    return (size - 1) / size**2 * elements * config.train.element_bytes
+
+
+def pieces_of_experts(config: RunConfig, stage: Stage, division: Division) -> float:
+    """The same of experts, whose owners are the ranks that hold the same ones."""
+    if matrix_update(config.optimizer) is not MUON:
+        return 0.0
+    size, experts = division.table_replicas, num_elements(stage.trained.matrices.experts) / config.parallel.memory
+    return 2 * (size - 1) / size**2 * experts * config.train.element_bytes
 
 
 def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:

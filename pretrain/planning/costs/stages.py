@@ -16,16 +16,18 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
+from pretrain.planning.costs.matrices import HiddenMatrices
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Weights of a stage that have gradients and optimizer state, see `Stage`."""
+    """Weights of a stage that have gradients and optimizer state, see `Stage`; the hidden matrices are among the others."""
 
     split: int
     whole: int
     table_elements: int
     experts: int
+    matrices: HiddenMatrices
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,11 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
-    trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
+    if part.is_whole:
+        matrices = HiddenMatrices.of(model, _plans(model, blocks), costs)
+        trained = TrainedWeights(split, whole, tables, experts, matrices)
+    else:
+        trained = _trained_weights(part, blocks)
     backward = [block for block in blocks if block >= part.first_block]
     return Stage(
         chunks=chunks,
@@ -244,7 +250,8 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
     banks = {view.bank for block, view in read if block in blocks}
     tables = [model.memory_plan.banks[bank] for bank in banks]
     elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))
-    return TrainedWeights(split, whole, elements, experts)
+    matrices = HiddenMatrices.of(model, _plans(model, trained), costs)
+    return TrainedWeights(split, whole, elements, experts, matrices)
 
 
 def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, table_update
+from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
+from pretrain.planning.costs.matrices import num_elements
+from pretrain.planning.costs.stages import stages_of
 
 
 def dense_state(config: RunConfig) -> float:
-    """Bytes of optimizer state per weight of what is no table, main weights included."""
+    """Bytes of optimizer state per weight of what is no table, main weights included; see `matrix_saving`."""
     return ADAMW.element_bytes(config.train.element_bytes)
+
+
+def matrix_saving(config: RunConfig) -> int:
+    """Bytes of optimizer state per weight of hidden matrices, fewer than of other weights that are no table."""
+    return ADAMW.element_bytes(MAIN_WEIGHT_BYTES) - matrix_update(config.optimizer).element_bytes(MAIN_WEIGHT_BYTES)
+
+
+def saved_by_matrices(config: RunConfig) -> float:
+    """Bytes of optimizer state that the hidden matrices which are trained save over all stages, each counted once."""
+    return matrix_saving(config) * sum(num_elements(stage.trained.matrices.all) for stage in stages_of(config))
 
 
 def table_state(config: RunConfig) -> float:
@@ -21,7 +33,7 @@ def table_state(config: RunConfig) -> float:
 
 def stored_dense(config: RunConfig) -> float:
     """Bytes of a checkpoint per weight of what is no table: fp32 main weights, moments, and a copy of the weights if it
-    is asked for."""
+    is asked for; see `matrix_saving`."""
     return MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES) + _copy_bytes(config)
 
 

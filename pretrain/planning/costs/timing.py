@@ -19,15 +19,16 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ROW_WISE, table_update
+from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
+from pretrain.planning.costs.matrices import orthogonalisation_flops
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Weights, exposed
 from pretrain.planning.costs.rows import row_seconds
-from pretrain.planning.costs.sent import tensor_bytes
+from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
@@ -380,11 +381,38 @@ def _after_backward(
             updated += (table_step_bytes(config) - 28 - element) * tables
         moved = 4 * weights + 3 * 4 * owned + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s
+        parts[part] += _orthogonalisation_s(
+            config, stage, division, hardware, of_experts=part == TimePart.MEMORY_UPDATE
+        )
         if on_host:
             # docs/memory-parallel.md: the copies either way, or the host's own traffic, whichever takes longer.
             copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
             parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
     return parts
+
+
+def _orthogonalisation_s(
+    config: RunConfig, stage: Stage, division: Division, hardware: Hardware, *, of_experts: bool
+) -> float:
+    """Seconds of the products by which Muon updates hidden matrices, and of the exchange of their pieces; 0 without it.
+
+    The ranks that own a matrix share the matrices between them, and one is never divided: no rank is done before the
+    largest is.
+    """
+    if matrix_update(config.optimizer) is not MUON:
+        return 0.0
+    matrices, layout = stage.trained.matrices, config.parallel
+    if of_experts:
+        # Ranks of a memory group have different ones.
+        shapes, num_workers = matrices.experts, division.table_replicas * layout.memory
+        sent = pieces_of_experts(config, stage, division)
+    else:
+        shapes, num_workers = matrices.split + matrices.whole, division.replicas * layout.context * layout.tensor
+        sent = pieces_of_matrices(config, stage, division)
+    flops = orthogonalisation_flops(shapes, config.optimizer)
+    products = max([sum(flops) / num_workers, *flops]) / hardware.flops_per_s
+    in_node = num_workers <= hardware.gpus_per_node
+    return products + sent / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
 
 
 def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> SentBytes:

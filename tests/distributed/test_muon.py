@@ -1,0 +1,215 @@
+"""Hidden matrices that Muon updates move as torch.optim.Muon moves them, and on every layout as on one rank.
+
+Layouts of whole runs, checkpoints of other layouts and the effects of keys are tested where those of AdamW are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hidden_matrices import matrices_in
+from test_checkpoint_layouts import read_all
+from test_moe import EXPERTS
+from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
+from torch import Tensor, nn
+
+from megamem.config import LatentAttentionConfig
+from megamem.families.midus.config import MidusConfig
+from megamem.parameters import matrices_of
+from megamem.shards import walk_shards
+from megamem.spans import PlacementConfig
+from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.run import restore_run
+from pretrain.config.schema import RunConfig
+from pretrain.engine import muon
+from pretrain.errors import CheckpointError
+
+HAS_ORACLE = hasattr(torch.optim, "Muon")
+NEEDS_ORACLE = pytest.mark.skipif(not HAS_ORACLE, reason=f"torch {torch.__version__} has no torch.optim.Muon")
+LR, DECAY, MULTIPLIER = 0.01, 0.3, 2.0
+
+
+def by_muon(config: RunConfig, precision: Literal["fp32", "bf16"] = "bf16", **keys: Any) -> RunConfig:
+    optimizer = replace(config.optimizer, matrices="muon", **keys)
+    return replace(config, optimizer=optimizer, train=replace(config.train, precision=precision))
+
+
+BESIDE_EXPERTS = replace(SHARED, model=replace(SHARED.model, moe=EXPERTS))
+# Wider heads together than the model: updates of queries have another scale than those of keys and values.
+WIDE = replace(SHARED, model=replace(SHARED.model, head_dim=16))
+
+
+def step_of_oracle(name: str, before: Tensor, gradients: list[Tensor], config: RunConfig) -> Tensor:
+    """A parameter behind as many updates of torch.optim.Muon as there are gradients, matrix by matrix."""
+    keys = config.optimizer
+    after = before.clone()
+    views = matrices_in(name, after, config.model)
+    matrices = [nn.Parameter(view.reshape(-1, view.shape[-1]).clone()) for view in views]
+    optimizer = torch.optim.Muon(
+        matrices,
+        lr=LR * MULTIPLIER,
+        weight_decay=DECAY,
+        momentum=keys.muon_momentum,
+        nesterov=keys.muon_nesterov,
+        ns_steps=keys.muon_ns_steps,
+        adjust_lr_fn=keys.muon_scale,
+    )
+    for gradient in gradients:
+        for matrix, of_matrix in zip(matrices, matrices_in(name, gradient, config.model), strict=True):
+            matrix.grad = of_matrix.reshape(matrix.shape).clone()
+        optimizer.step()
+    for view, matrix in zip(views, matrices, strict=True):
+        view.copy_(matrix.detach().view(view.shape))
+    return after
+
+
+@NEEDS_ORACLE
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (WIDE, {}),
+        (BESIDE_EXPERTS, {"muon_scale": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3}),
+    ],
+    ids=["wide heads", "experts, all keys"],
+)
+def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: dict[str, Any]) -> None:
+    """To the bit, in bf16 with fp32 main weights and fp32 momentum."""
+    config = by_muon(config, muon_lr_multiplier=MULTIPLIER, muon_weight_decay=DECAY, **keys)
+    config = replace(config, optimizer=replace(config.optimizer, lr=LR, warmup_steps=0, schedule="constant"))
+
+    def main() -> tuple[list[str], list[str]]:
+        with tiny_run(config) as run:
+            (bare,) = run.bare
+            names = {parameter: name for name, parameter in bare.named_parameters()}
+
+            def main_weights() -> dict[str, Tensor]:
+                parts = run.optimizer.chained_optimizers
+                every = (pair for part in parts for pair in part.main_weights())
+                return {
+                    names[p]: w.detach().clone().view(p.shape)
+                    for p, w in every
+                    if matrices_in(names[p], p, config.model)
+                }
+
+            before, gradients = main_weights(), dict[str, list[Tensor]]()
+            for _ in range(3):
+                run.train(1)
+                for parameter, name in names.items():
+                    gradients.setdefault(name, []).append(parameter.main_grad.clone())
+            declared = {name for parameter, name in names.items() if matrices_of(parameter) is not None}
+            assert declared == before.keys()
+            after = main_weights()
+            different = [
+                name
+                for name, weight in before.items()
+                if not torch.equal(after[name], step_of_oracle(name, weight, gradients[name], config))
+                or not torch.equal(dict(bare.named_parameters())[name], after[name].bfloat16())
+            ]
+            return different, [name for name in before if torch.equal(before[name], after[name])]
+
+    ((different, still),) = run_ranks(main, 1)
+    assert not different
+    assert not still
+
+
+MIDUS = MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3)))
+MODELS = {
+    "experts and memories": BESIDE_EXPERTS,
+    "heads' own matrices": replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS)),
+    "latents": replace(
+        SHARED,
+        model=replace(
+            SHARED.model,
+            num_query_groups=None,
+            latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4, query_latent_dim=20),
+        ),
+    ),
+}
+LAYOUTS: dict[str, dict[str, int]] = {"tensor 2 x data 2": {"tensor": 2}, "context 2 x data 2": {"context": 2}}
+OF_TABLES = {"tensor 2 x memory 4": {"tensor": 2, "memory": 4}, "pipeline 2 x memory 2": {"pipeline": 2, "memory": 2}}
+
+
+def planted(shape: tuple[int, ...], step: int, key: str) -> Tensor:
+    """A whole parameter's gradient: multiples of 2^-8, whose averages by halves are exact."""
+    generator = torch.Generator().manual_seed(step + sum(map(ord, key)))
+    return torch.randint(-8, 9, shape, generator=generator) * 2.0**-8
+
+
+def update(run: TinyRun, step: int) -> None:
+    """One update, with planted gradients."""
+    for chunk, bare in zip(run.chunks, run.bare, strict=True):
+        chunk.zero_grad_buffer()
+        for parameter, leaf in walk_shards(bare.sharded_state_dict()):
+            if isinstance(parameter, nn.Parameter):
+                part = tuple(slice(a, a + n) for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True))
+                gradient = planted(tuple(leaf.global_shape), step, leaf.key)[part]
+                first = leaf.data.storage_offset() - parameter.storage_offset()
+                parameter.main_grad.view(-1)[first : first + gradient.numel()] = gradient.flatten()
+    run.optimizer.zero_grad()
+    run.optimizer.prepare_grads()
+    for group in run.optimizer.param_groups:
+        group.update(lr=LR, weight_decay=DECAY)
+    run.optimizer.step_with_ready_grads()
+    # As the next forward pass does.
+    run.run.complete_weights()
+
+
+def updated(config: RunConfig, folder: Path) -> None:
+    with tiny_run(config) as run:
+        for step in range(3):
+            update(run, step)
+        run.save(folder)
+
+
+def test_every_layout_has_the_bits_of_one_rank(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix is worked on whole, on one rank, whoever owns parts of it; gradients are equal. In several rounds."""
+    monkeypatch.setattr(muon, "ROUND_ELEMENTS", 1000)
+    models = {name: by_muon(model, "fp32", muon_momentum=0.5) for name, model in MODELS.items()}
+
+    def main(num_ranks: int) -> None:
+        for name, config in models.items():
+            layouts = (
+                {"one": {}} if num_ranks == 1 else LAYOUTS if name == "heads' own matrices" else LAYOUTS | OF_TABLES
+            )
+            for layout, axes in layouts.items():
+                updated(on(config, micro_batch_size=2, **axes), tmp_path / name / layout)
+
+    run_ranks(lambda: main(1), 1)
+    run_ranks(lambda: main(4), 4, timeout_s=300)
+    for name in models:
+        one, *others = sorted((tmp_path / name).iterdir(), key=lambda folder: folder.name != "one")
+        expected = read_all(one / "step_00000000")
+        momenta = [key for key in expected if key.startswith("optimizer.state.momentum.")]
+        assert momenta
+        for folder in others:
+            actual = read_all(folder / "step_00000000")
+            assert actual.keys() == expected.keys()
+            weights = [key.replace(".momentum.", ".param.", 1) for key in momenta]
+            assert not [key for key in momenta + weights if not torch.equal(actual[key], expected[key])], folder
+
+
+def test_a_checkpoint_of_the_other_update_is_refused(run_ranks: Any, tmp_path: Path) -> None:
+    """On both ways, and read where all moments start anew."""
+    muon, adamw = by_muon(SHARED, "fp32"), SHARED
+
+    def main() -> list[str]:
+        refusals = []
+        for name, config, other in (("muon", muon, adamw), ("adamw", adamw, muon)):
+            with tiny_run(config) as run:
+                run.train(1)
+                path = run.save(tmp_path / name)
+            with tiny_run(other) as run:
+                with pytest.raises(CheckpointError) as refused:
+                    run.resume(path)
+                refusals.append(str(refused.value))
+                restore_run(read_state(path), run.chunks, run.optimizer, with_moments=False)
+        return refusals
+
+    for refusals in run_ranks(main, 2):
+        for refusal, (theirs, ours) in zip(refusals, (("muon", "adamw"), ("adamw", "muon")), strict=True):
+            for part in (f"optimizer.matrices is {ours}", f"set it to {theirs}", "optimizer_state: reset"):
+                assert part in refusal
