@@ -77,8 +77,8 @@ class ShardedBank(Bank):
     of the values, and as many of every other table.
 
     Every rank of the group must take part in every lookup. It serves the tokens of all ranks with its columns, of which
-    there is nothing to balance, and of its rows. No shape depends on what is read: an entry whose row others hold reads
-    the first row and weighs nothing. The ranks may be tensor-, context- and data-parallel ones of a stage: with
+    there is nothing to balance, and of its rows. No shape depends on what is read: kernels pass over entries whose rows
+    others hold. The ranks may be tensor-, context- and data-parallel ones of a stage: with
     sequence parallelism all of them have other tokens.
     """
 
@@ -129,32 +129,18 @@ class ShardedBank(Bank):
         assert counts[self.group.rank()] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
         exchange = Exchange(self.group, counts, self.rows.num_parts)
         rows, bins = gather_ids(rows, bins, self.spec.num_rows, num_bins, exchange)
-        rows, own = self._among_own(rows)
+        if self.rows.num_parts > 1:
+            # Rows of other parts are below zero or behind the last, which kernels take for rows that others hold.
+            rows = rows - self.rows.part * (self.spec.num_rows // self.rows.num_parts)
         coef = scores
         if pre_input is not None:
             share = split_columns(pre_input, exchange)
             products = self.kernels.gather_dot(self.get_parameter(pre_values), rows, share).squeeze(2)
-            if own is not None:
-                products = torch.where(own, products, 0)
             # The activation needs the whole product: it is applied where the token is.
             coef = weighted(scores, sum_over_ranks(products, exchange), self.activation)
         coef = spread_coefficients(coef, exchange)
-        if own is not None:
-            coef = torch.where(own.unsqueeze(2), coef, 0)
         share = self.weighted_sum(values, rows, coef, bins, num_bins)
         return join_columns(share, exchange, num_bins)
-
-    def _among_own(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of the bank as rows of this part of it, and which of them are: all, if None.
-
-        The others become the first one, which stays in cache.
-        """
-        if self.rows.num_parts == 1:
-            return rows, None
-        num_rows = self.spec.num_rows // self.rows.num_parts
-        rows = rows - self.rows.part * num_rows
-        own = (rows >= 0) & (rows < num_rows)
-        return torch.where(own, rows, 0), own
 
     def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
         """See `TableLookup.read_heads`.

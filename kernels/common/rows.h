@@ -2,7 +2,8 @@
 // ahead of time.
 //
 // Legend: T tokens, J rows read per token, M = T J entries, C column groups, W columns (C divides W), B bins.
-// Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), bins bins[e] (0 where bins is null).
+// Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), bins bins[e] (0 where bins is null). An id
+// outside [0, rows) is of a row that others hold: its entry is passed over.
 //
 // A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is
 // summed by one thread in the order of the entries, and no multiply-add is fused that would round otherwise
@@ -58,6 +59,9 @@ template <>
 struct sum_of<double> {
   using type = double;
 };
+
+// Tells whether a table of so many rows has the row: one comparison, as a negative id is a large number without a sign.
+inline bool has_row(int64_t rows, int32_t id) { return static_cast<uint32_t>(id) < rows; }
 
 constexpr int64_t kCacheLine = 64;
 // Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too

@@ -1,4 +1,4 @@
-"""Slices of tokens, so that temporaries stay in cache, and the vectors that a slice's entries meet."""
+"""Slices of tokens, so that temporaries stay in cache, and the rows and vectors that a slice's entries meet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def token_slices(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
     """Slices of [0, num_tokens) that hold about 2^18 elements each."""
     step = max(1, _SLICE_ELEMENTS // max(1, elements_per_token))
     return (slice(start, start + step) for start in range(0, num_tokens, step))
+
+
+def own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Ids [T, J] with the first row in place of rows that others hold, and where rows are here, [T, J]."""
+    own = (ids >= 0) & (ids < num_rows)
+    return ids.where(own, 0), own
 
 
 def vectors_of_entries(x: Tensor, bins: Tensor, width: int) -> Tensor:

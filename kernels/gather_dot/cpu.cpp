@@ -38,7 +38,7 @@ inline Sum dot(const Row* row, const Sum* x, int64_t n) {
 // out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]>
 template <class Row, class Operand>
 void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, const int32_t* bins, void* out_at,
-                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t rows, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* x = static_cast<const Operand*>(x_at);
@@ -51,7 +51,12 @@ void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, cons
     for (int64_t t = 0; t < T; ++t) {
       for (int64_t i = 0; i < B * W; ++i) vectors[i] = widen(x[t * B * W + i]);
       for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-        if (e + kAhead < M) prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+        if (e + kAhead < M && has_row(rows, ids[e + kAhead]))
+          prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+        if (!has_row(rows, ids[e])) {
+          std::fill_n(out + e * C, C, narrow<Operand>(Sum(0)));
+          continue;
+        }
         const Sum* vector = vectors.data() + (bins == nullptr ? 0 : bins[e] * W);
         for (int64_t c = 0; c < C; ++c)
           out[e * C + c] = narrow<Operand>(dot(table + ids[e] * W + c * per_group, vector + c * per_group, per_group));
@@ -64,8 +69,8 @@ void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, cons
 
 extern "C" void megamem_gather_dot(int64_t types, const void* table, const int32_t* ids, const void* x,
                                    const int32_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
-                                   int64_t B, int64_t threads) {
+                                   int64_t B, int64_t rows, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
-    gather_dot<decltype(row), decltype(operand)>(table, ids, x, bins, out, T, J, C, W, B, threads);
+    gather_dot<decltype(row), decltype(operand)>(table, ids, x, bins, out, T, J, C, W, B, rows, threads);
   });
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
-from kernels.common.slices import token_slices, vectors_of_entries
+from kernels.common.slices import own_rows, token_slices, vectors_of_entries
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
@@ -67,6 +67,7 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
     num_tokens, num_rows_read = ids.shape
     per_group = (num_groups, table.shape[1] // num_groups)
     out = x.new_empty(num_tokens, num_rows_read, num_groups)
+    ids, own = own_rows(ids, table.shape[0])
     for tokens in token_slices(num_tokens, num_rows_read * table.shape[1]):
         rows = table[ids[tokens]].view(-1, num_rows_read, *per_group)
         if bins is None:
@@ -76,7 +77,7 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
             vectors = vectors_of_entries(x[tokens], bins[tokens], table.shape[1]).view(rows.shape)
             # In bf16 every product would be rounded before it is added.
             out[tokens] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
-    return out
+    return torch.where(own.unsqueeze(2), out, 0)
 
 
 @torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())
@@ -87,7 +88,7 @@ def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, b
     types, x = cpp.types_of(table, x)
     bins = None if bins is None else cpp.in_32_bits(bins)
     out = empty_result(table, ids, x, num_groups)
-    sizes = (*ids.shape, num_groups, width, x.shape[1] // width)
+    sizes = (*ids.shape, num_groups, width, x.shape[1] // width, table.shape[0])
     cpp.call("gather_dot", "gather_dot", types, table, ids, x, bins, out, *sizes)
     return out.to(dtype)
 

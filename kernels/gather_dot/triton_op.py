@@ -18,13 +18,14 @@ from kernels.common.tiles import gather_tile
 from kernels.gather_dot.op import empty_result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_dot_kernel(
     table,
     ids,
     x,
     bins,
     out,
+    num_rows,
     J,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -35,24 +36,27 @@ def gather_dot_kernel(
 ):
     """out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]>.
 
-    The grid is (T, tiles of ENTRIES entries, C).
+    The grid is (T, tiles of ENTRIES entries, C). Of an entry whose row others hold nothing but the id is loaded, and its
+    product is zero.
     """
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.program_id(2)
     present = j < J
     entry = t * J + j
-    row = tl.load(ids + entry, mask=present, other=0).to(tl.int64)
+    row = tl.load(ids + entry, mask=present, other=-1)
+    own = (row >= 0) & (row < num_rows)
+    row = row.to(tl.int64)
     b = row
     if B > 1:
-        b = tl.load(bins + entry, mask=present, other=0)
+        b = tl.load(bins + entry, mask=own, other=0)
     PER_GROUP: tl.constexpr = W // C
     products = tl.zeros([ENTRIES], SUM)
     for start in range(0, PER_GROUP, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         in_row = columns < PER_GROUP
         at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
-        mask = present[:, None] & in_row[None, :]
+        mask = own[:, None] & in_row[None, :]
         rows = tl.load(table + at, mask=mask, other=0).to(SUM)
         if B > 1:
             vector_at = ((t * B + b) * W + group * PER_GROUP)[:, None] + columns[None, :]
@@ -60,6 +64,8 @@ def gather_dot_kernel(
         else:
             vector = tl.load(x + t * W + group * PER_GROUP + columns, mask=in_row, other=0).to(SUM)
             products += tl.sum(rows * vector[None, :], axis=1)
+    # A vector may hold what makes even a product with zero a NaN.
+    products = tl.where(own, products, 0)
     tl.store(out + entry * C + group, products.to(out.dtype.element_ty), mask=present)
 
 
@@ -81,6 +87,7 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
             x,
             ids if bins is None else bins.contiguous(),
             out,
+            table.shape[0],
             reads,
             C=num_groups,
             W=width,

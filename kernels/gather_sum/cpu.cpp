@@ -5,17 +5,23 @@
 namespace {
 
 // A token's rows of one column group: J ids and coefficients, of which `last_id` is the last of the whole list of ids.
+// The table has `rows` rows.
 template <class Row, class Operand>
 struct Reads {
   const Row* table;
   const int32_t* ids;
   const int32_t* last_id;
   const Operand* coef;
-  int64_t J, C, W;
+  int64_t J, C, W, rows;
 
+  bool has(int64_t j) const { return has_row(rows, ids[j]); }
   const Row* row(int64_t j) const { return table + ids[j] * W; }
-  // The row that is read kAhead entries later; the last one, where the list ends before.
-  const Row* later_row(int64_t j) const { return table + *std::min(ids + j + kAhead, last_id) * W; }
+  // The row that is read kAhead entries later; the last one, where the list ends before; the first for one that others
+  // hold, which costs less than a branch.
+  const Row* later_row(int64_t j) const {
+    const int32_t id = *std::min(ids + j + kAhead, last_id);
+    return table + (has_row(rows, id) ? id : 0) * W;
+  }
 };
 
 // The weighted sum of a few columns, in registers.
@@ -84,8 +90,9 @@ inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t
   const int64_t last = std::min((kCount - 1) * kColumns, n - first - kColumns);
   Unit sums[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
-    const Row* row = reads.row(j) + first;
     prefetch_row(reads.later_row(j) + first, kBytes);
+    if (!reads.has(j)) continue;
+    const Row* row = reads.row(j) + first;
 #pragma GCC unroll 16
     for (int64_t k = 0; k + 1 < kCount; ++k) sums[k].add(row + k * kColumns, reads.coef[j * reads.C]);
     sums[kCount - 1].add(row + last, reads.coef[j * reads.C]);
@@ -120,8 +127,9 @@ inline void sum_pair_in_registers(Sum* out, const Reads<Row, Operand>& reads, in
   const auto column = [&](int64_t k) { return k + 1 < kCount ? k * Unit::kColumns : last; };
   Unit first[kCount], second[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
-    const Row* row = reads.row(j);
     prefetch_row(reads.later_row(j), 2 * n * sizeof(Row));
+    if (!reads.has(j)) continue;
+    const Row* row = reads.row(j);
 #pragma GCC unroll 16
     for (int64_t k = 0; k < kCount; ++k) first[k].add(row + column(k), reads.coef[2 * j]);
 #pragma GCC unroll 16
@@ -151,7 +159,7 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
   std::fill(out, out + n, Sum(0));
   for (int64_t j = 0; j < reads.J; ++j) {
     prefetch_row(reads.later_row(j), n * sizeof(Row));
-    add_scaled(out, reads.row(j), static_cast<Sum>(widen(reads.coef[j * reads.C])), n);
+    if (reads.has(j)) add_scaled(out, reads.row(j), static_cast<Sum>(widen(reads.coef[j * reads.C])), n);
   }
 }
 
@@ -174,7 +182,7 @@ inline void sum_groups(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
 // out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
 template <class Row, class Operand>
 void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, const int32_t* bins, void* out_at,
-                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t rows, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* coef = static_cast<const Operand*>(coef_at);
@@ -186,12 +194,14 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; ++t) {
       if (bins == nullptr) {
-        sum_groups(sums.data(), Reads<Row, Operand>{table, ids + t * J, ids + M - 1, coef + t * J * C, J, C, W},
+        sum_groups(sums.data(), Reads<Row, Operand>{table, ids + t * J, ids + M - 1, coef + t * J * C, J, C, W, rows},
                    per_group);
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-          if (e + kAhead < M) prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+          if (e + kAhead < M && has_row(rows, ids[e + kAhead]))
+            prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+          if (!has_row(rows, ids[e])) continue;
           for (int64_t c = 0; c < C; ++c)
             add_scaled(sums.data() + bins[e] * W + c * per_group, table + ids[e] * W + c * per_group,
                        static_cast<Sum>(widen(coef[e * C + c])), per_group);
@@ -206,8 +216,8 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
 
 extern "C" void megamem_gather_sum(int64_t types, const void* table, const int32_t* ids, const void* coef,
                                    const int32_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
-                                   int64_t B, int64_t threads) {
+                                   int64_t B, int64_t rows, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
-    gather_sum<decltype(row), decltype(operand)>(table, ids, coef, bins, out, T, J, C, W, B, threads);
+    gather_sum<decltype(row), decltype(operand)>(table, ids, coef, bins, out, T, J, C, W, B, rows, threads);
   });
 }

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.slices import own_rows
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
@@ -62,8 +63,13 @@ class _GatherSum(torch.autograd.Function):
 
 
 def torch_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
-    """The function of `kernels.gather_sum.naive.gather_sum` by bags of `embedding_bag`, without gradients."""
+    """The function of `kernels.gather_sum.naive.gather_sum` by bags of `embedding_bag`, without gradients.
+
+    An entry whose row others hold reads the first one, with weight zero.
+    """
     num_tokens, num_rows_read, num_groups = coef.shape
+    ids, own = own_rows(ids, table.shape[0])
+    coef = torch.where(own.unsqueeze(2), coef, 0)
     if bins is None:
         starts = torch.arange(num_tokens * num_groups, device=ids.device) * num_rows_read
     else:
@@ -110,7 +116,8 @@ def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None
     types, coef = cpp.types_of(table, coef)
     bins = None if bins is None else cpp.in_32_bits(bins)
     out = empty_result(table, ids, coef, bins, num_bins)
-    cpp.call("gather_sum", "gather_sum", types, table, ids, coef, bins, out, *coef.shape, table.shape[1], num_bins)
+    sizes = (*coef.shape, table.shape[1], num_bins, table.shape[0])
+    cpp.call("gather_sum", "gather_sum", types, table, ids, coef, bins, out, *sizes)
     return out
 
 

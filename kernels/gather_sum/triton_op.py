@@ -19,13 +19,14 @@ from kernels.common.tiles import gather_tile
 from kernels.gather_sum.op import empty_result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_sum_kernel(
     table,
     ids,
     coef,
     bins,
     out,
+    num_rows,
     J,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -37,7 +38,7 @@ def gather_sum_kernel(
     """out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c].
 
     The grid is (T, B x C x column tiles). Every element of a tile has a sum of its own in registers; these are added up
-    at the end.
+    at the end. Of an entry whose row others hold nothing but the id is loaded.
     """
     PER_GROUP: tl.constexpr = W // C
     COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
@@ -54,7 +55,9 @@ def gather_sum_kernel(
         entry = t * J + j
         if B > 1:
             present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
-        row = tl.load(ids + entry, mask=present, other=0).to(tl.int64)
+        row = tl.load(ids + entry, mask=present, other=-1)
+        present = (row >= 0) & (row < num_rows)
+        row = row.to(tl.int64)
         scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
         at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
         sums += scale[:, None] * tl.load(table + at, mask=present[:, None] & in_row[None, :], other=0).to(SUM)
@@ -80,6 +83,7 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
             coef,
             ids if bins is None else bins.contiguous(),
             out,
+            table.shape[0],
             reads,
             C=groups,
             W=width,

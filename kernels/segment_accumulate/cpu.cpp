@@ -45,11 +45,11 @@ struct Task {
 
 template <class Row, class Operand>
 void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef, const void* vec, const int32_t* bins,
-                        const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
-                        int64_t C, int64_t W, int64_t B, int64_t threads) {
+                        const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t J, int64_t C,
+                        int64_t W, int64_t B, int64_t threads) {
   // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
   constexpr int64_t kColumns = 64;
-  const int64_t share = M / (4 * threads) + 1;
+  const int64_t share = starts[num_buckets] / (4 * threads) + 1;
   std::vector<Task> tasks;
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
     const int64_t count = starts[bucket + 1] - starts[bucket];
@@ -71,24 +71,25 @@ void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef,
 
 extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int32_t* ids, const void* coef,
                                            const void* vec, const int32_t* bins, const int32_t* order,
-                                           const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
-                                           int64_t C, int64_t W, int64_t B, int64_t threads) {
+                                           const int64_t* starts, int64_t num_buckets, int64_t J, int64_t C,
+                                           int64_t W, int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
     segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, bins, order, starts, num_buckets,
-                                                         M, J, C, W, B, threads);
+                                                         J, C, W, B, threads);
   });
 }
 
 // Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
-// within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
+// within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin. Entries whose rows others hold
+// are in none: the last of `starts` is the number of the others, behind which nothing of the order is written.
 extern "C" void megamem_bucket_order(const int32_t* ids, int32_t* order, int64_t* starts, int64_t M,
-                                     int64_t num_buckets, int64_t shift, int64_t threads) {
+                                     int64_t num_buckets, int64_t shift, int64_t rows, int64_t threads) {
   // Each thread counts, and later places, a contiguous run of the entries: one after the other within every bucket.
   std::vector<int64_t> next(threads * num_buckets, 0);
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
   for (int64_t thread = 0; thread < threads; ++thread)
     for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e)
-      ++next[thread * num_buckets + (ids[e] >> shift)];
+      if (has_row(rows, ids[e])) ++next[thread * num_buckets + (ids[e] >> shift)];
   int64_t total = 0;
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
     starts[bucket] = total;
@@ -102,5 +103,5 @@ extern "C" void megamem_bucket_order(const int32_t* ids, int32_t* order, int64_t
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
   for (int64_t thread = 0; thread < threads; ++thread)
     for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e)
-      order[next[thread * num_buckets + (ids[e] >> shift)]++] = static_cast<int32_t>(e);
+      if (has_row(rows, ids[e])) order[next[thread * num_buckets + (ids[e] >> shift)]++] = static_cast<int32_t>(e);
 }

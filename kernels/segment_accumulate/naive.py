@@ -15,7 +15,8 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
 
     Args:
         accumulator: [rows, W], fp32 in training (Megatron's main_grad).
-        ids: [T, J], int32 or int64 in [0, rows). Rows may repeat.
+        ids: [T, J], int32 or int64. Rows may repeat. An id outside [0, rows) is of a row that others hold: its entry is
+            passed over.
         coef: [T, J, C].
         vec: [T, B W].
         bins: [T, J], int32 or int64 in [0, B), or None if B is 1.
@@ -24,5 +25,7 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
     for t in range(ids.shape[0]):
         vectors = vec[t].view(-1, num_groups, accumulator.shape[1] // num_groups).to(accumulator.dtype)
         for j in range(ids.shape[1]):
+            if not 0 <= ids[t, j] < accumulator.shape[0]:
+                continue
             row = vectors[0 if bins is None else bins[t, j]]
             accumulator[ids[t, j]] += (coef[t, j].to(accumulator.dtype).unsqueeze(1) * row).flatten()

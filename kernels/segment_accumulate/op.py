@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
-from kernels.common.slices import token_slices, vectors_of_entries
+from kernels.common.slices import own_rows, token_slices, vectors_of_entries
 
 Order: TypeAlias = tuple[Tensor, ...]
 _ATTRIBUTE = "_megamem_row_order"
@@ -50,10 +50,13 @@ def torch_segment_accumulate(
     """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits on the CPU."""
     num_tokens, num_rows_read, num_groups = coef.shape
     width = accumulator.shape[1]
+    # Entries whose rows others hold add zero to the first.
+    ids, own = own_rows(ids, accumulator.shape[0])
     for tokens in token_slices(num_tokens, num_rows_read * width):
         vectors = vec[tokens] if bins is None else vectors_of_entries(vec[tokens], bins[tokens], width)
         vectors = vectors.to(accumulator.dtype).view(vectors.shape[0], -1, num_groups, width // num_groups)
         terms = (coef[tokens].to(accumulator.dtype).unsqueeze(3) * vectors).reshape(-1, width)
+        terms = torch.where(own[tokens].reshape(-1, 1), terms, 0)
         rows = ids[tokens].reshape(-1)
         if accumulator.is_cuda:
             # index_add_ uses atomics there, whose order changes from run to run; index_put_ sorts first.
@@ -74,7 +77,7 @@ def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     num_buckets, shift = _buckets(num_rows)
     order = torch.empty(ids.numel(), dtype=torch.int32)
     starts = torch.empty(num_buckets + 1, dtype=torch.int64)
-    cpp.call("segment_accumulate", "bucket_order", ids, order, starts, ids.numel(), num_buckets, shift)
+    cpp.call("segment_accumulate", "bucket_order", ids, order, starts, ids.numel(), num_buckets, shift, num_rows)
     return order, starts
 
 
@@ -93,7 +96,7 @@ def _accumulate_buckets(
     coef = coef.to(vec.dtype).contiguous()
     bins = None if bins is None else cpp.in_32_bits(bins)
     width = accumulator.shape[1]
-    sizes = (starts.numel() - 1, ids.numel(), ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
+    sizes = (starts.numel() - 1, ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
     cpp.call(
         "segment_accumulate", "segment_accumulate", types, accumulator, ids, coef, vec, bins, order, starts, *sizes
     )

@@ -10,6 +10,9 @@ its entries were: the first BLOCK of them are added to the accumulator one by on
 from zero, and so on, level by level. So a row's bits depend on its own entries alone, and are those of the naive loop
 for up to BLOCK of them.
 
+**Rows that others hold** are numbers below zero, or those of the accumulator's rows and above, so that their entries are
+sorted before and behind all others. No block of theirs begins anywhere, and nothing else of them is read.
+
 **Work.** A run is the blocks that begin in some consecutive slots, about as many entries for every run, whatever the
 rows. Where the row of a slot's first entry has a later block that begins in the slot, this is the only such block
 there: its sum gets the slot's place in scratch. No shape depends on the data, and there are no atomics.
@@ -181,25 +184,29 @@ def sort_by_row(ids: Tensor, num_rows: int) -> tuple[Tensor, ...]:
     """
     # Half the passes of a radix sort, where 32 bits are enough.
     sorted_rows, order = ids.flatten().to(row_dtype(num_rows)).sort(stable=True)
-    return sorted_rows, order, *block_starts(sorted_rows)
+    return sorted_rows, order, *block_starts(sorted_rows, num_rows)
 
 
-def block_starts(sorted_rows: Tensor) -> tuple[Tensor, Tensor]:
+def block_starts(sorted_rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """For each slot the position of the first block that begins there or later, and that block's number in its row.
 
+    Rows are of [0, num_rows); others have no blocks.
+
     Returns:
-        cuts: [slots + 1], int32; the last is M.
+        cuts: [slots + 1], int32; the last is where the last block ends.
         numbers: [slots], int32; 0 for the first block of a row, and where none begins in the slot.
     """
-    num_entries = sorted_rows.numel()
-    at = torch.arange(0, num_entries, BLOCK, device=sorted_rows.device, dtype=torch.int32)
-    rows = sorted_rows[::BLOCK].contiguous()
-    start = torch.searchsorted(sorted_rows, rows, out_int32=True)
-    stop = torch.searchsorted(sorted_rows, rows, out_int32=True, right=True)
+    num_entries, device = sorted_rows.numel(), sorted_rows.device
+    at = torch.arange(0, num_entries, BLOCK, device=device, dtype=torch.int32)
+    ends = torch.linspace(0, num_rows - 1, 2, device=device, dtype=sorted_rows.dtype)
+    rows = torch.cat([sorted_rows[::BLOCK], ends])
+    start, (first, _) = torch.searchsorted(sorted_rows, rows, out_int32=True).split([len(at), 2])
+    stop, (_, last) = torch.searchsorted(sorted_rows, rows, out_int32=True, right=True).split([len(at), 2])
     numbers = (at - start + (BLOCK - 1)) // BLOCK
     begin = start + numbers * BLOCK
-    cuts = torch.cat([torch.minimum(begin, stop), stop.new_full((1,), num_entries)])
-    return cuts, torch.where(begin < stop, numbers, 0)
+    cuts = torch.cat([torch.minimum(begin, stop), last.unsqueeze(0)]).clamp(first, last)
+    # A block that is cut off, as its row is not of these, begins elsewhere.
+    return cuts, torch.where((begin < stop) & (begin == cuts[:-1]), numbers, 0)
 
 
 @torch.library.custom_op("megamem::triton_segment_accumulate", mutates_args=("accumulator",))

@@ -157,10 +157,6 @@ def test_zipf_rows_are_zipf_distributed() -> None:
             ["--static", "configs/quickstart_dense.yaml"],
             "has no memory: name a configuration whose memory retrieves rows",
         ),
-        (
-            ["--static", "configs/quickstart.yaml", "parallel.memory=2", "parallel.memory_rows=2"],
-            "parallel.memory_rows is 2, and entries whose rows other ranks hold are not counted here",
-        ),
     ],
 )
 def test_options_of_the_other_half_are_refused(

@@ -189,6 +189,13 @@ def test_ids_of_32_bits_are_all_that_a_lookup_moves_of_ids(clean: Any) -> None:
     }
 
 
+def test_parts_of_rows_move_ids_once_more(clean: Any) -> None:
+    """Each becomes its place in the part; nothing is masked."""
+    _, columns = clean
+    _, rows = traffic_of(replace(SMALL, parallel=replace(SMALL.parallel, memory_rows=2)))
+    assert rows == columns | {"sub": 2 * 4}
+
+
 @pytest.mark.parametrize(
     ("plant", "text", "kind", "what"),
     [

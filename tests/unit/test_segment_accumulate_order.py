@@ -46,7 +46,7 @@ def expected(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: 
     of_bin = torch.zeros_like(ids) if bins is None else bins
     terms = coef.to(accumulator.dtype).unsqueeze(3) * vectors[torch.arange(len(ids)).unsqueeze(1), of_bin]
     out = accumulator.clone()
-    for row in ids.unique().tolist():
+    for row in range(len(accumulator)):
         out[row] = blocked(out[row], list(terms[ids == row].flatten(1)), block)
     return out
 
@@ -71,12 +71,13 @@ def skewed_ids(num_rows: int, tokens: int, reads: int, exponent: float, generato
     num_bins=st.sampled_from([1, 3]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     block=st.sampled_from([2, 3, 128]),
+    others=st.sampled_from([0, 1, 9]),
     slots=st.integers(1, 3),
     ahead=st.sampled_from([1, 4]),
     seed=st.integers(0, 1000),
 )
 # Three levels of sums of blocks.
-@example(1, 12, 4, 0.0, 10, 1, 1, torch.float32, 2, 1, 4, 0)
+@example(1, 12, 4, 0.0, 10, 1, 1, torch.float32, 2, 0, 1, 4, 0)
 def test_order_is_that_of_a_rows_own_entries(
     num_rows: int,
     tokens: int,
@@ -87,15 +88,16 @@ def test_order_is_that_of_a_rows_own_entries(
     num_bins: int,
     dtype: torch.dtype,
     block: int,
+    others: int,
     slots: int,
     ahead: int,
     seed: int,
 ) -> None:
-    """To the bit, for any share of a run and any number of loads under way."""
+    """To the bit, for any share of a run and any number of loads under way, and with so many rows of others at each end."""
     if width % groups:
         groups = 1
     g = torch.Generator().manual_seed(seed)
-    ids = skewed_ids(num_rows, tokens, reads, exponent, g)
+    ids = skewed_ids(num_rows + 2 * others, tokens, reads, exponent, g) - others
     coef = torch.randn(tokens, reads, groups, generator=g).to(dtype)
     vec = torch.randn(tokens, num_bins * width, generator=g).to(dtype)
     bins = torch.randint(0, num_bins, (tokens, reads), generator=g) if num_bins > 1 else None
@@ -114,19 +116,23 @@ def test_order_is_that_of_a_rows_own_entries(
 @given(
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=20),
     block=st.integers(1, 9),
+    below=st.integers(0, 30),
+    behind=st.integers(0, 30),
 )
-def test_every_block_begins_in_one_slot(counts: list[int], block: int) -> None:
-    """Blocks found one by one, for rows that are read so many times each."""
-    rows = torch.repeat_interleave(torch.arange(len(counts)) * 3, torch.tensor(counts)).int()
-    begins, numbers, position = [], [], 0
+def test_every_block_begins_in_one_slot(counts: list[int], block: int, below: int, behind: int) -> None:
+    """Blocks found one by one, for rows that are read so many times each, and rows of others on either side."""
+    own = torch.repeat_interleave(torch.arange(len(counts)) * 3, torch.tensor(counts))
+    num_rows = 3 * len(counts)
+    rows = torch.cat([torch.arange(-below, 0) // 3, own, num_rows + torch.arange(behind) // 5]).int()
+    begins, numbers, position = [], [], below
     for count in counts:
         for number, offset in enumerate(range(0, count, block)):
             begins.append(position + offset)
             numbers.append(number)
         position += count
     with patch(f"{MODULE}.BLOCK", block):
-        cuts, found = triton_op.block_starts(rows)
-    num_slots = -(-position // block)
+        cuts, found = triton_op.block_starts(rows, num_rows)
+    num_slots = -(-len(rows) // block)
     assert cuts.tolist() == [min([b for b in begins if b >= s * block] or [position]) for s in range(num_slots)] + [
         position
     ]

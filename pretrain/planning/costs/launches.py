@@ -9,8 +9,8 @@ LAUNCHES_DENSE = (37, 42)
 """Kernels of a block without its memory, forward and backward."""
 LAUNCHES_MEMORY = (33, 73)
 """Kernels of a memory layer with a split table, forward and backward."""
-LAUNCHES_ROW_PARTS = (12, 8)
-"""Kernels that parts of the rows add to such a layer: masks, sums of the parts."""
+LAUNCHES_ROW_PARTS = (3, 4)
+"""Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
 LAUNCHES_MIXTURE = (20, 56)
 """Kernels that a mixture's router and dispatcher add to a block."""
 LAUNCHES_EXPERT = (6, 15)

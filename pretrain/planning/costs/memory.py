@@ -366,7 +366,7 @@ def _core_kept(config: RunConfig, tokens: int) -> float:
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     """Ids and bins (of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
 
-    With parts of rows, a byte for each id says whether its row is here, and as many projected inputs are here as parts.
+    With parts of rows, as many projected inputs are here as parts.
     Without pre-values on whole tables the coefficients are the scores, which are the layer's own.
     """
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
@@ -376,7 +376,7 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     sums = tokens * lookup.bins * memory.width("values") * element
     row_parts = config.parallel.memory_rows
     coefficients = group * reads * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
-    ids = group * reads * (_id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2) + (row_parts > 1))
+    ids = group * reads * _id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2)
     if group == 1 and not pre_width:
         coefficients = 0
     # Products before their activation and after it.

@@ -50,15 +50,18 @@ def _chunks_of_columns(launch: Launch, reads: Reads | None) -> float:
 def _steps_of_runs(launch: Launch, reads: Reads | None) -> float:
     assert reads is not None
     values = launch.values
-    return _mean_steps(reads, values["BLOCK"], values["slots_per_run"], values["RUNS"], values["AHEAD"])
+    steps = _steps(reads, values["BLOCK"], values["slots_per_run"], values["RUNS"], values["AHEAD"])
+    # Tiles of entries whose rows others hold see in one step that there is nothing to do.
+    idle = max(0, launch.grid[0] - len(steps))
+    return float((steps.sum() + idle) / (len(steps) + idle))
 
 
 @lru_cache(maxsize=64)
-def _mean_steps(reads: Reads, block: int, num_slots: int, runs: int, ahead: int) -> float:
-    """Steps of a tile, which ends with its longest run; an entry more closes a run's last block."""
+def _steps(reads: Reads, block: int, num_slots: int, runs: int, ahead: int) -> NDArray[np.int64]:
+    """Steps of each tile, which ends with its longest run; an entry more closes a run's last block."""
     lengths = reads.run_lengths(block, num_slots)
     longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), runs))
-    return float((-(-(longest + 1) // ahead)).mean())
+    return -(-(longest + 1) // ahead)
 
 
 def _sums_of_blocks(launch: Launch, reads: Reads | None) -> float:

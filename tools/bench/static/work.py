@@ -80,30 +80,26 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
         num_tokens: of a rank; None: those of its microbatch.
 
     Raises:
-        ConfigError: the model has no such memory, or its rows are split.
+        ConfigError: the model has no such memory.
     """
     memory = config.model.memory
     if not isinstance(memory, RetrievalConfig):
         what = "no memory" if memory is None else f"a memory of kind {memory.kind}, which retrieves nothing"
         raise ConfigError(f"{config.name} has {what}: name a configuration whose memory retrieves rows")
-    if config.parallel.memory_rows > 1:
-        raise ConfigError(
-            f"parallel.memory_rows is {config.parallel.memory_rows}, and entries whose rows other ranks hold are not "
-            "counted here: use parallel.memory_rows=1"
-        )
     tokens = num_tokens or Division.of(config, fewest_ranks(config.parallel)).rank_tokens
     calls = [*_selection(config, memory, tokens), *_shuffle(config, memory, tokens)]
-    view = config.model.memory_plan.views[0]
+    layout, of_group = config.parallel, config.parallel.memory * tokens
+    num_rows = config.model.memory_plan.views[0].num_bank_rows // layout.memory_rows
     tables = _Tables(
-        reads=Reads(view.num_bank_rows, config.parallel.memory * tokens * memory.lookup.rows, exponent),
-        tokens=config.parallel.memory * tokens,
+        reads=Reads(num_rows, of_group * memory.lookup.rows // layout.memory_rows, exponent),
+        tokens=of_group,
         rows_per_token=memory.lookup.rows,
-        scores=coefficients_per_rank(memory.lookup.scores, config.parallel.memory),
+        scores=coefficients_per_rank(memory.lookup.scores, layout.memory_columns),
         bins=memory.lookup.bins,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
     )
     for table in memory.tables:
-        width = table.width // config.parallel.memory
+        width = table.width // layout.memory_columns
         calls += tables.summed(width) if table.name == "values" else tables.multiplied(width)
     return calls
 
@@ -151,7 +147,16 @@ def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]
 
 @dataclass(frozen=True)
 class _Tables:
-    """Lookups of all tokens of a memory group in a rank's columns."""
+    """Lookups of all tokens of a memory group in a rank's rows and columns.
+
+    Attributes:
+        reads: of its rows, alike in all parts of them.
+        tokens: of the group.
+        rows_per_token: wherever these are.
+        scores: coefficients of an entry.
+        bins: sums of a token.
+        dtype: of tables and activations.
+    """
 
     reads: Reads
     tokens: int
@@ -217,6 +222,8 @@ class _Tables:
             Access(_bytes(vec), width * element, count=entries),
             Access(_bytes(coef), coef.shape[2] * element, count=entries),
         ]
-        # A row is read and written; what the sort found is streamed.
-        accesses = (row, row, *random, *(Access(_bytes(each)) for each in order))
+        # A row is read and written; what the sort found of them is streamed.
+        sorted_rows, places, *cuts = order
+        found = entries * (sorted_rows.element_size() + places.element_size()) + sum(_bytes(each) for each in cuts)
+        accesses = (row, row, *random, Access(found))
         return Call(what, TimePart.MEMORY_GRADIENTS, False, tuple(launches), accesses, self.reads)
