@@ -83,20 +83,26 @@ def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)
-    # As with columns; masks, and scores of both cores; four copies of the vectors of three more parts.
-    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 2 * (8 + 10 + 3 + 9 + 4 + 1 + 4 + 1 + 8)
+    # As with columns; places in the part, and scores of both cores; four copies of the vectors of three more parts.
+    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 8 + 2 * 8
     copied = 2 * 4 * 3 * 8192 * (960 + 320) * 2
     assert one.ids == pytest.approx((entries * per_entry + copied) / H100.stream_bytes_per_s)
-    adding = sum(accumulate_s(entries, 22_861_824, width, 1, H100, row_parts=4) for width in (240, 80))
+    adding = sum(accumulate_s(entries / 4, 22_861_824 // 4, width, 1, H100) for width in (240, 80))
     # Vectors of 131,072 tokens, of which 25 MB are cached.
     missed = sum(1280 // 2 / 640 * (2 * width - 25e6 / (16 * 8192)) for width in (240,))
     assert one.gradients == pytest.approx(adding + entries / 4 * missed / H100.gather_bytes_per_s, rel=0.02)
-    # Popular rows: the busiest part reads 2.3 % more, and every entry of the others takes its instructions.
+    # Popular rows: the busiest part reads 2.3 % more. Of the entries of others nobody takes an instruction.
     skewed = row_seconds(config, stage, 8192, replace(H100, row_skew=0.8))
     assert skewed.gathers == pytest.approx(1.023 * one.gathers)
-    slow = replace(H100, issue_g_per_s=1.0)
-    walked = accumulate_s(entries, 22_861_824, 240, 1, slow, row_parts=4)
-    assert walked == pytest.approx(entries * accumulate_instructions(240) / 1e9)
+    slow = row_seconds(config, stage, 8192, replace(H100, issue_g_per_s=1.0))
+    issued = entries / 4 * sum(accumulate_instructions(width) for width in (240, 80)) / 1e9
+    assert slow.gradients == pytest.approx(issued + entries / 4 * missed / H100.gather_bytes_per_s, rel=0.02)
+
+
+def test_parts_of_rows_are_read_as_the_whole_is() -> None:
+    for skew in (0.0, 0.8):
+        whole, part = distinct_rows(33_554_432, 22_861_824, skew), distinct_rows(33_554_432 / 4, 22_861_824 // 4, skew)
+        assert part == pytest.approx(whole / 4, rel=0.02)
 
 
 def test_gradients_take_their_bytes_or_their_instructions() -> None:

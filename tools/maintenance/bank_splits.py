@@ -1,8 +1,8 @@
 """A bank split over its memory group by columns, by rows and by both, counted by the formulas of plans.
 
 `python -m tools.maintenance.bank_splits passes` counts one layer's lookup, `steps` the fastest layouts, `balance` how
-evenly popular rows fall on the ranks that hold them. Built are "columns", and "masked" of those that split rows
-(`parallel.memory_rows`); docs/decisions.md has what was decided.
+evenly popular rows fall on the ranks that hold them. Built is what sends entries to all (`parallel.memory_rows`);
+docs/decisions.md has what was decided.
 
 A rank of a split by both holds one of G / R parts of the columns, of one of R parts of the rows. It gives every token of
 the group one partial sum over the rows that it has.
@@ -59,15 +59,12 @@ class Split:
             pass over what they do not have.
         crosses_once: what every rank of the group is sent crosses between nodes once, as rings of NCCL do; plans
             count it as often as there are ranks.
-        masked: as `parallel.memory_rows` is built and planned, with kernels that walk all entries: those of others' rows
-            read the first row of one's own, and weigh nothing; else kernels that pass over them.
     """
 
     name: str
     row_parts: int = 1
     to_owners: bool = False
     crosses_once: bool = True
-    masked: bool = False
 
     def parts_of(self, group: int) -> int:
         """R in a group of so many ranks."""
@@ -81,8 +78,6 @@ SPLITS = (
     Split("rows, to owners", 0, to_owners=True),
     Split("both, 2 of rows", 2),
     Split("both, 4 of rows", 4),
-    Split("both, 2 of rows, masked", 2, masked=True),
-    Split("both, 4 of rows, masked", 4, masked=True),
     Split("both, 4 of rows, to owners", 4, to_owners=True),
 )
 
@@ -142,8 +137,6 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
     parts = split.parts_of(group)
     if memory is None or group == 1:
         return every
-    if split.masked and parts > 1:
-        return row_seconds(_grouped(config, group, parts), stage, tokens, hardware)
     columns = group // parts
     busiest = BUSIEST[parts] if hardware.row_skew else 1.0
     owned_stage = replace(

@@ -3,8 +3,8 @@
 Rows count in whole granules of what DRAM moves at a time, ids and coefficients as often as a kernel reads or writes
 them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
 
-With parts of rows a rank sorts and walks the entries of all. Those whose rows others hold become the first row of its
-own, with weight zero, which stays in cache.
+With parts of rows a rank has the ids and coefficients of all entries, and sorts all ids. Kernels pass over those whose
+rows others hold: they move no rows, and gradients of tables end where the rank's own entries do.
 
 Legend: G ranks of the memory group, R parts of rows, T tokens of a rank, J rows read per token, M = G T J entries, n
 coefficients per row and rank, e bytes per element.
@@ -75,19 +75,28 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
     again = config.train.recompute == "full" and not stage.reads_before_blocks
     num_entries = config.parallel.memory * tokens * memory.lookup.rows
     for bank_rows, number in Counter(stage.lookups).items():
-        total += number * _one_way(config, memory, bank_rows, num_entries, hardware)
+        total += number * _forward(config, memory, bank_rows, num_entries, hardware)
     for bank_rows, number in Counter(stage.backward_lookups).items():
         both = _backward(config, memory, bank_rows, num_entries, hardware)
         if again:
-            both += _one_way(config, memory, bank_rows, num_entries, hardware)
+            both += _forward(config, memory, bank_rows, num_entries, hardware)
         total += number * both
     return total
+
+
+def _forward(
+    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+) -> RowSeconds:
+    """Forward pass of a lookup; with parts of rows the place of each entry in the rank's part comes first."""
+    placed = 2 * bytes_per_id(bank_rows * memory.lookup.bins) * (config.parallel.memory_rows > 1)
+    placing = RowSeconds(ids=num_entries * placed / hardware.stream_bytes_per_s)
+    return _one_way(config, memory, bank_rows, num_entries, hardware) + placing
 
 
 def _one_way(
     config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
-    """Forward pass of a lookup: every table's rows, read by one kernel; the same again is part of backward."""
+    """Seconds that both passes of a lookup take: every table's rows, read by one kernel, and exchanged bytes, copied."""
     layout, element, lookup = config.parallel, config.train.element_bytes, memory.lookup
     bins, per_id = lookup.bins > 1, bytes_per_id(bank_rows * lookup.bins)
     coefficient = coefficients_per_rank(lookup.scores, layout.memory_columns) * element
@@ -104,9 +113,6 @@ def _one_way(
         per_entry += 3 * coefficient + 3 * product
     copied = 0.0
     if layout.memory_rows > 1:
-        # Two comparisons of places in the part, both of them, and the place or the first row; what others hold, masked.
-        per_entry += 2 * per_id + 2 * (per_id + 1) + 3 + 2 * per_id + 1 + 2 * coefficient + 1
-        per_entry += 2 * product + (product > 0)
         # All scores come, of which each column has its own.
         per_entry += 2 * lookup.scores * element
         # Partial sums and inputs of all tokens, once per part: written, cut or added up, sent and received.
@@ -114,12 +120,12 @@ def _one_way(
         widths = memory.row_width + (lookup.bins - 1) * memory.width("values")
         copied = 4 * (layout.memory_rows - 1) * tokens * element * widths
     return RowSeconds(
-        gathers=_own_entries(config, num_entries, hardware) * rows / hardware.gather_bytes_per_s,
+        gathers=own_entries(config, num_entries, hardware) * rows / hardware.gather_bytes_per_s,
         ids=(num_entries * per_entry + copied) / hardware.stream_bytes_per_s,
     )
 
 
-def _own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> float:
+def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> float:
     """Entries whose rows the busiest rank has."""
     parts = config.parallel.memory_rows
     mean = num_entries / parts
@@ -134,41 +140,38 @@ def _backward(
     """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
     layout = config.parallel
     sorting = num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
+    entries, num_rows = own_entries(config, num_entries, hardware), bank_rows // layout.memory_rows
     accumulating = 0.0
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, layout.memory_columns) if table.name != "pre_values" else 1
         width = table.width // layout.memory_columns
-        accumulating += accumulate_s(num_entries, bank_rows, width, groups, hardware, row_parts=layout.memory_rows)
+        accumulating += accumulate_s(entries, num_rows, width, groups, hardware)
         if layout.memory_rows > 1:
             # Vectors of all tokens, in columns of more than one rank, leave the cache, and are read once per entry.
             vectors = num_entries // memory.lookup.rows * width * config.train.element_bytes
             missed = max(0.0, 1 - CACHED_BYTES / vectors) * moved_bytes(width * config.train.element_bytes)
-            own_entries = _own_entries(config, num_entries, hardware)
-            accumulating += own_entries * missed / hardware.gather_bytes_per_s
+            accumulating += entries * missed / hardware.gather_bytes_per_s
     own = RowSeconds(sort=sorting, gradients=accumulating)
     return own + _one_way(config, memory, bank_rows, num_entries, hardware)
 
 
-def accumulate_s(
-    num_entries: int, num_rows: int, width: int, num_groups: int, hardware: Hardware, *, row_parts: int = 1
-) -> float:
+def accumulate_s(num_entries: float, num_rows: int, width: int, num_groups: int, hardware: Hardware) -> float:
     """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
     longer.
 
     A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and as
     many instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
-    read; its vector is in the cache. An entry of another part's row adds nothing to one and the same row, and its
-    coefficient comes in sequence.
+    read; its vector is in the cache.
 
     Args:
-        num_entries: M.
-        num_rows: of the table.
+        num_entries: of rows that the rank has. Parts of a table's rows are read as the whole is: by Zipf's law too, every
+            R-th row is as popular among its part as a row of that rank among R times as many.
+        num_rows: that it has.
         width: columns on this rank.
         num_groups: of columns, each with a coefficient of its own.
-        row_parts: R, of which the rank has one.
     """
-    rows = distinct_rows(num_entries, num_rows, hardware.row_skew) / row_parts
-    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES / row_parts)
+    rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
+    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)
     instructions = num_entries * num_groups * accumulate_instructions(width // num_groups)
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
 
@@ -179,7 +182,7 @@ def moved_bytes(row_bytes: int, granule_bytes: int = GRANULE_BYTES) -> int:
 
 
 @lru_cache(maxsize=4096)
-def distinct_rows(num_entries: int, num_rows: int, skew: float) -> float:
+def distinct_rows(num_entries: float, num_rows: int, skew: float) -> float:
     """Rows of a table that so many entries read, on the average, where the r-th most popular is read as r^-skew.
 
     Ranks are taken together in intervals that grow by a twentieth.
