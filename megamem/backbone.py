@@ -99,8 +99,9 @@ def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bo
     """The layer around a block; `joins` says of each memory under way before it whether it is added after it."""
     if site is None and not any(joins):
         return ModuleSpec(module=TransformerLayer, submodules=block)
+    slot = None if site is None else site.plan.slot
     return ModuleSpec(
-        module=MemoryBlock,
+        module=MemoryBlock if slot is None else pkgutil.resolve_name(slot.layer_path),
         params={"site": site, "joins": joins},
         submodules=block,
     )

@@ -230,10 +230,15 @@ class ModelConfig(Config):
     def memory_plan(self) -> SharingPlan:
         """The banks of all memory layers, and what each sees of which; empty without a memory. Where tables are as large
         as the vocabulary and `vocab_size` is left to a tokenizer, they have no rows yet."""
-        if self.memory is None:
-            return SharingPlan((), ())
-        memory = self.memory if self.vocab_size is None else self.memory.sized(self.vocab_size)
-        return memory.plan(self.num_memory_layers)
+        memory = self.sized_memory
+        return SharingPlan((), ()) if memory is None else memory.plan(self.num_memory_layers)
+
+    @property
+    def sized_memory(self) -> MemoryConfig | None:
+        """The memory with what follows from the number of token ids, where that is known."""
+        if self.memory is None or self.vocab_size is None:
+            return self.memory
+        return self.memory.sized(self.vocab_size)
 
     def memory_name(self, index: int) -> str:
         """The global name of a memory layer, which stands in the block that it reads in."""

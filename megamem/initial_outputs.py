@@ -69,8 +69,9 @@ def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) 
     mean square of theirs. If there are more than `most_layers`, so many are measured, evenly spread from the first to
     the last.
     """
-    assert model.memory is not None
-    return [_measure(model, model.memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]
+    memory = model.sized_memory
+    assert memory is not None
+    return [_measure(model, memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]
 
 
 def spread(count: int, most: int) -> Sequence[int]:

@@ -15,11 +15,15 @@ rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megamem.kv_cache import KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,15 @@ class Inputs:
     """The tokens behind hidden states.
 
     Attributes:
-        packed: [2, s, b] int64, as `pack` makes it; None where the family does not read tokens.
+        packed: [2 + A, s, b] int64, as `pack` makes it; None where the family does not read tokens.
         read: [t, b, ...], what the layers of a chunk have read together (`megamem.layers.shared_read`), of this
             tensor-parallel rank's tokens; None where each reads by itself.
+        cache: of a text that is being generated, for layers that look back; None in training.
     """
 
     packed: Tensor | None
     read: Tensor | None = None
+    cache: KeyValueCache | None = None
 
     @property
     def shared(self) -> Tensor:
@@ -51,13 +57,19 @@ class Inputs:
         """[s, b] int64, the places in their sequences."""
         return self._read(1)
 
+    def addresses_of(self, place: int, num_heads: int) -> Tensor:
+        """[H, s, b] int64, the rows of the H heads of memory layer number `place` of the chunk (`MemoryLayer.addresses`)."""
+        assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"
+        first = _NUM_OWN + place * num_heads
+        return self.packed[first : first + num_heads]
+
     def _read(self, index: int) -> Tensor:
         assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"
         return self.packed[index]
 
     def share(self, group: dist.ProcessGroup) -> Inputs:
         """[t, b]: those of this rank's tokens between the tensor-parallel regions, under sequence parallelism."""
-        return self if self.packed is None else Inputs(self.packed.chunk(group.size(), 1)[group.rank()], self.read)
+        return self if self.packed is None else replace(self, packed=self.packed.chunk(group.size(), 1)[group.rank()])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """See `Tensor.record_stream`."""
@@ -66,6 +78,14 @@ class Inputs:
                 tensor.record_stream(stream)
 
 
+_NUM_OWN = 2
+"""Token ids and positions come first in what `pack` makes."""
+
+
 def pack(token_ids: Tensor, positions: Tensor) -> Tensor:
-    """The one tensor [2, s, b] that carries `token_ids` and `positions` [b, s] through a chunk."""
+    """The one tensor [2, s, b] that carries `token_ids` and `positions` [b, s] through a chunk.
+
+    Behind them a family may put A rows of [s, b] that it computes of them once for all its layers
+    (`MemoryLayer.addresses`).
+    """
     return torch.stack((token_ids, positions)).transpose(1, 2)

@@ -10,8 +10,10 @@ d head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
@@ -35,6 +37,7 @@ class KeyValueCache(BaseInferenceContext):
         self.num_tokens = 0
         self.max_sequence_length = max_tokens
         self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._last: dict[Hashable, Tensor] = {}
 
     def extend(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's tensors [k, b, ...] of all tokens so far, of those of the new ones [t, b, ...].
@@ -59,6 +62,10 @@ class KeyValueCache(BaseInferenceContext):
         """Tensors that the layer of that number, from 1, has put in: [k, b, ...] each."""
         return tuple(tensor[: self.num_tokens] for tensor in self._layers[layer_number])
 
+    def halo(self, owner: Hashable) -> CachedHalo:
+        """Reaches the tokens before the new ones, of what one owner has shown it; see `megamem.halo.Halo`."""
+        return CachedHalo(self._last, owner)
+
     def advance(self, num_tokens: int) -> None:
         """All layers have put in their tensors of so many tokens."""
         self.num_tokens += num_tokens
@@ -68,6 +75,11 @@ class KeyValueCache(BaseInferenceContext):
         """Bytes of all layers on this rank, for one token of every sequence."""
         return sum(x[0].numel() * x.element_size() for held in self._layers.values() for x in held)
 
+    @property
+    def last_bytes(self) -> int:
+        """Bytes of what is kept of the last tokens alone, whatever their number."""
+        return sum(x.nbytes for x in self._last.values())
+
     def is_static_batching(self) -> bool:
         """Megatron asks: all sequences are of one length."""
         return True
@@ -75,6 +87,24 @@ class KeyValueCache(BaseInferenceContext):
     def is_decode_only(self) -> bool:
         """Megatron asks: only new tokens follow."""
         return self.num_tokens > 0
+
+
+class CachedHalo:
+    """The halo of new tokens: the last ones that were seen before them, which it keeps. A call is a forward pass."""
+
+    def __init__(self, last: dict[Hashable, Tensor], owner: Hashable) -> None:
+        """
+        Args:
+            last: what is kept, by owner.
+        """
+        self._last, self._owner = last, owner
+
+    def extended(self, x: Tensor, width: int) -> tuple[Tensor, ...]:
+        """See `megamem.halo.Halo.extended`."""
+        before = self._last.get(self._owner)
+        whole = torch.cat((x.new_zeros(width, *x.shape[1:]) if before is None else before, x))
+        self._last[self._owner] = whole[len(whole) - width :].clone()
+        return (whole,)
 
 
 class CachingSelfAttention(SelfAttention):

@@ -30,6 +30,7 @@ class LayerCosts:
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
         matrices: rows and columns of each of the layer's hidden matrices (`megamem.parameters.Matrices`).
         split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
+        halo_tokens: hidden states before each cut of a sequence that the rank behind it asks for.
     """
 
     retrieval: int = 0
@@ -51,6 +52,7 @@ class LayerCosts:
     backward_wide: int = 0
     matrices: tuple[tuple[int, int], ...] = ()
     split_by_heads: int = 0
+    halo_tokens: int = 0
 
     def __add__(self, other: LayerCosts) -> LayerCosts:
         return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -44,12 +44,14 @@ class Lookup:
         scores: C, scores per row.
         bins: B, sums per token.
         activation: of the products of the pre-values.
+        learns_scores: whether scores have gradients; those of rows that are read as they are have none.
     """
 
     rows: int
     scores: int = 1
     bins: int = 1
     activation: Literal["none", "gelu"] = "none"
+    learns_scores: bool = True
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,11 @@ class MemoryConfig(Config, ABC):
     def observed(self) -> Observed:
         """Quantities that usage metrics report besides rows and outputs."""
         return Observed()
+
+    @property
+    def ids_before(self) -> int:
+        """Token ids before its own that a token's rows depend on."""
+        return 0
 
     @property
     def slot_names(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from megamem.block_plan import plan_blocks
 from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
+from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
 from megamem.kv_cache import KeyValueCache
 from megamem.layers.layer import MemoryLayer, begin_step
@@ -73,6 +74,8 @@ class MemoryGPTModel(GPTModel):
         stage: Copy,
         earlier: Sequence[MemoryGPTModel],
         seed: int,
+        token_halo: Halo = UNCUT,
+        hidden_halo: Halo = UNCUT,
     ) -> None:
         """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
 
@@ -88,6 +91,8 @@ class MemoryGPTModel(GPTModel):
             stage: this rank's stage, of those of the pipeline.
             earlier: the chunks of this rank that were built before, which lend it the banks that every stage holds.
             seed: the run's seed, which keys the shuffles.
+            token_halo: reaches the tokens before those of this context-parallel rank.
+            hidden_halo: the same of hidden states, between the tensor-parallel regions.
 
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
@@ -105,6 +110,7 @@ class MemoryGPTModel(GPTModel):
             tensor_group=groups.tp if model.latent_attention is None else None,
             stage=stage,
             lent=lent,
+            halo=hidden_halo,
         )
         super().__init__(
             config=config,
@@ -134,7 +140,9 @@ class MemoryGPTModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        self.model_config = model
+        self.model_config, self._token_halo = model, token_halo
+        for place, layer in enumerate(self.memory_layers):
+            layer.place = place
         if model.rotary_scaling is not None:
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
@@ -189,7 +197,8 @@ class MemoryGPTModel(GPTModel):
             assert position_ids is not None
             for bank in self.own_banks:
                 bank.announce(input_ids)
-            packed = pack(input_ids, position_ids)
+            halo = self._token_halo if cache is None else cache.halo("tokens")
+            packed = self._packed(input_ids, position_ids, halo)
             carried = {"context_mask": packed}
             for read in self.read_together:
                 inputs = Inputs(packed)
@@ -324,7 +333,8 @@ class MemoryGPTModel(GPTModel):
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
-        inputs = Inputs(torch.empty(2, 0, 1, dtype=torch.int64, device=weight.device))
+        no_id = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+        inputs = Inputs(self._packed(no_id, no_id, UNCUT))
         for read in self.read_together:
             inputs = Inputs(inputs.packed, read(inputs))
         for site in self._memory_sites():
@@ -353,6 +363,12 @@ class MemoryGPTModel(GPTModel):
             assert isinstance(bank, Bank)
             entries.update(bank.sharded_state_dict(f"{prefix}banks.{name}.", sharded_offsets, metadata))
         return entries
+
+    def _packed(self, token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
+        """[2 + A, s, b], see `megamem.inputs.pack`, of token ids and positions [b, s]."""
+        packed, layers = pack(token_ids, positions), self.memory_layers
+        found = type(layers[0]).addresses(layers, packed[0], packed[1], halo) if layers else None
+        return packed if found is None else torch.cat((packed, found))
 
     def _memory_sites(self) -> list[MemorySite]:
         return [module for module in self.decoder.modules() if isinstance(module, MemorySite)]
@@ -387,12 +403,13 @@ def _memories(
     tensor_group: torch.distributed.ProcessGroup | None,
     stage: Copy,
     lent: Mapping[int, Bank],
+    halo: Halo,
 ) -> tuple[dict[int, Bank], dict[int, Site]]:
     """The banks of a chunk by global index, and its memories by the block that they read in.
 
     Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
     """
-    memory, plan, spans = model.memory, model.memory_plan, model.memory_spans
+    memory, plan, spans = model.sized_memory, model.memory_plan, model.memory_spans
     if memory is None:
         return {}, {}
     index_of = _memory_indices(spans, layers)
@@ -424,6 +441,7 @@ def _memories(
             seed=seed,
             token_group=token_group,
             tensor_group=tensor_group,
+            halo=halo,
         )
         sites[layer] = Site(plans[layer], span, make_memory)
     return banks, sites

@@ -19,6 +19,7 @@ class Slot:
         edit_path: `module:function` that changes what the memory asks for, and nothing else, in a block's spec (a
             `megamem.parts.BlockEdit`); a path, because Megatron takes seconds to load.
         module: the module of a block that holds the memory, a `megamem.block.MemorySite`.
+        layer_path: `module:Class` of the block itself, a `megamem.block.MemoryBlock`.
         has_ffn: whether the block has a feed-forward besides.
         has_output_projection: whether the block's attention has an output projection.
         is_inserted: whether the memory is all that its block adds to the residual stream. Such a block has neither a
@@ -31,6 +32,7 @@ class Slot:
     name: str
     edit_path: str
     module: str = "mlp"
+    layer_path: str = "megamem.block:MemoryBlock"
     has_ffn: bool = True
     has_output_projection: bool = True
     is_inserted: bool = False

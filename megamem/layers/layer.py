@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kernels.select import Kernels
 from megamem.bank import TableLookup
 from megamem.config import ModelConfig
+from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
@@ -49,6 +50,8 @@ class MemoryLayer(MegatronModule):
         cores: [C, H, R, R], the Tucker cores; None in layers without.
         losses: the auxiliary losses; None while all are off.
         usage: set while the run observes how its memory is used.
+        halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
+        place: its number among the memory layers of its chunk, which the model sets.
     """
 
     cores: Tensor | None
@@ -65,6 +68,7 @@ class MemoryLayer(MegatronModule):
         seed: int,
         token_group: torch.distributed.ProcessGroup | None = None,
         tensor_group: torch.distributed.ProcessGroup | None = None,
+        halo: Halo = UNCUT,
     ) -> None:
         """Allocate the weights; `megamem.initialisation` fills them.
 
@@ -76,11 +80,13 @@ class MemoryLayer(MegatronModule):
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
                 rank holds all of them.
             tensor_group: tensor-parallel ranks, which hold the other heads of attention; None: this one holds all.
+            halo: see the attribute.
         """
         super().__init__(config=config)
         self.name = name
         self.memory, self.view, self.lookup = memory, view, lookup
-        self.kernels, self.tensor_group = kernels, tensor_group
+        self.kernels, self.tensor_group, self.halo = kernels, tensor_group, halo
+        self.place = 0
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights
         self.losses = AuxiliaryLosses(weights, token_group, parameter_device(config)) if weights.any else None
@@ -98,6 +104,20 @@ class MemoryLayer(MegatronModule):
 
         Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
+
+    @classmethod
+    def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor | None:
+        """Integers that these layers of one chunk need of the tokens, computed once per microbatch for all of them.
+
+        Args:
+            token_ids: [s, b] int64, of this context-parallel rank.
+            positions: [s, b] int64.
+            halo: reaches the tokens before those of this context-parallel rank.
+
+        Returns:
+            [A, s, b] int64, which `Inputs.addresses_of` hands to each layer; None: none.
+        """
+        return None
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's own output for `hidden` [s, b, D], whatever else its slot or its chunk give it; its variance is

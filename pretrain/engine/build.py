@@ -29,6 +29,7 @@ from megamem.side_stream import HIGH_PRIORITY, SideStream
 from megamem.trained_part import TrainedPart
 from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
+from parallel.halo import halo_of, hidden_halo
 from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
 from parallel.sharded_bank import FetchRows, make_bank
@@ -54,7 +55,11 @@ def build_chunks(
     See `build_unset_chunks` for arguments and errors.
     """
     chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
-    initialise(chunks, config.model, seed=config.seed)
+    try:
+        initialise(chunks, config.model, seed=config.seed)
+    except ValueError as error:
+        # Of a file that initial values come from.
+        raise ConfigError(str(error)) from error
     for chunk in chunks:
         chunk.weights_are_set = True
     return chunks
@@ -119,6 +124,8 @@ def build_unset_chunks(
             stage=Copy(groups.pipeline_rank, layout.pipeline),
             earlier=tuple(chunks),
             seed=config.seed,
+            token_halo=halo_of(groups.megatron.cp, tensor=1),
+            hidden_halo=hidden_halo(groups.megatron),
         )
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)

@@ -68,6 +68,10 @@ class Multiplies(MegatronModule):
     def refresh(cls, layers: Any) -> None:
         """Nothing is kept between steps."""
 
+    @classmethod
+    def addresses(cls, *_: Any) -> None:
+        """Nothing is computed of the tokens once for all."""
+
     def forward(self, x: Tensor, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         assert inputs.token_ids.shape == inputs.positions.shape == x.shape[:2]
         self.num_served += not len(x)

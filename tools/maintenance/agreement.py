@@ -21,6 +21,7 @@ _AXES: Mapping[str, str] = {
     "memory": "memory",
     "context": "context",
     "tensor": "tensor",
+    "tensor x context": "halo",
     "table replicas": "tables",
     "data": "dense",
 }

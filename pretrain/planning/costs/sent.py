@@ -16,7 +16,7 @@ from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.traffic import context_bytes, lookup_bytes
+from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
 
 _GRADIENT = 4
 
@@ -27,8 +27,9 @@ class StageSent:
 
     Attributes:
         memory: of lookups and of tokens that go to experts.
-        context: of attention across cut sequences.
-        tensor: of tensor parallelism in forward and backward.
+        context: of attention across cut sequences, and of what else looks back across them.
+        tensor: of tensor parallelism in forward and backward, and of what looks back across its cuts.
+        halo: of what looks back across the cuts of both.
         messages: to neighbouring stages.
         tables: reductions of gradients and gathers of weights, of tables and experts, and sums per row over columns.
         dense: the same of all else.
@@ -44,6 +45,7 @@ class StageSent:
     dense: float
     matrices: float
     copies: float
+    halo: float
 
 
 def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
@@ -59,13 +61,19 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
     width = _GRADIENT + element
 
+    # The group in which hidden states look back: that of the one axis that cuts sequences, or that of both.
+    halo = halo_bytes(config, stage)
+    along = "tensor" if layout.context == 1 else "context" if layout.tensor == 1 else "halo"
+
     def ring(elements: float, size: int) -> float:
         return elements * width * (size - 1) / size
 
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
-        context=m * context_bytes(config, stage),
-        tensor=m * tensor_bytes(config, stage, division) + _tensor_sums(config, stage, division),
+        context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
+        tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
+        + _tensor_sums(config, stage, division),
+        halo=m * halo.hidden * (along == "halo"),
         messages=m * crossings * hidden,
         tables=ring(trained_tables(config, stage), division.table_replicas) + _row_sums(config, stage, division),
         dense=ring(trained_dense(config, stage), division.replicas * layout.context),

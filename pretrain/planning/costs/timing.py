@@ -31,7 +31,13 @@ from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.step import table_step_bytes
-from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
+from pretrain.planning.costs.traffic import (
+    context_bytes,
+    copies_bytes,
+    halo_bytes,
+    lookup_bytes,
+    lookup_bytes_of_ways,
+)
 
 
 class TimePart(StrEnum):
@@ -348,11 +354,11 @@ def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: H
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
-    layout = config.parallel
-    if layout.context == 1:
-        return 0.0
+    layout, halo = config.parallel, halo_bytes(config, stage)
     in_node = layout.tensor * layout.context <= hardware.gpus_per_node
-    return context_bytes(config, stage) / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
+    return (context_bytes(config, stage) + halo.ids + halo.hidden) / (
+        hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s
+    )
 
 
 def _after_backward(

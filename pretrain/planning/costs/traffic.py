@@ -12,7 +12,7 @@ from functools import partial
 
 from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
-from parallel.layout import coefficients_per_rank
+from parallel.layout import coefficients_per_rank, halo_tokens_returned, halo_tokens_sent
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.held import copied_elements
@@ -28,7 +28,7 @@ class LookupTraffic:
         pre_input: (G - 1) R / G T P x bytes per element.
         products: (G - 1) T J x bytes per element.
         coefficients: (G - 1) T J n x bytes per element; with parts of rows C in place of n.
-        coefficient_gradients: (G - 1) T J n x bytes per element, in a backward pass.
+        coefficient_gradients: (G - 1) T J n x bytes per element, in a backward pass; 0 where scores have none.
         values: (G - 1) R / G T B V x bytes per element.
     """
 
@@ -75,7 +75,7 @@ def lookup_traffic(
         pre_input=others * num_tokens * (pre_width // column_parts) * element_bytes,
         products=others * reads * element_bytes if pre_width else 0,
         coefficients=coefficients if row_parts == 1 else others * reads * lookup.scores * element_bytes,
-        coefficient_gradients=coefficients,
+        coefficient_gradients=coefficients if lookup.learns_scores else 0,
         values=0
         if follows_heads
         else others * num_tokens * lookup.bins * (memory.width("values") // column_parts) * element_bytes,
@@ -151,6 +151,44 @@ def context_bytes(config: RunConfig, stage: Stage) -> int:
     costs = run_costs(config, context_way(config))
     again = config.train.recompute != "none"
     return stage.blocks.num * costs.forward + stage.backward.num * (again * costs.forward + costs.backward)
+
+
+@dataclass(frozen=True)
+class HaloTraffic:
+    """Bytes that the first rank of a stage sends in a microbatch for what looks back across cuts of a sequence.
+
+    Ranks in the middle of sequences send as much for each of their stretches, of which context parallelism gives them two.
+
+    Attributes:
+        ids: of token ids, over context-parallel ranks, once for all layers of a chunk.
+        hidden: of hidden states, over tensor- and context-parallel ranks, forward, again where blocks are recomputed,
+            and backward.
+    """
+
+    ids: int
+    hidden: int
+
+
+def halo_bytes(config: RunConfig, stage: Stage) -> HaloTraffic:
+    """See `HaloTraffic`."""
+    layout, memory, train = config.parallel, config.model.memory, config.train
+    if memory is None or not stage.lookups:
+        return HaloTraffic(0, 0)
+    reading = {span.read for span in config.model.memory_spans}
+    chunks = sum(bool(reading & set(chunk.layers)) for chunk in stage.chunks)
+    of_context = train.sequence_length // layout.context
+    ids = halo_tokens_sent(0, of_context, memory.ids_before, tensor=1, context=layout.context)
+    width = stage.memory.halo_tokens // len(stage.lookups)
+    sizes = {"tensor": layout.tensor, "context": layout.context}
+    hidden = halo_tokens_sent(0, of_context // layout.tensor, width, **sizes)
+    # Backward returns the gradients of what came, from whom it came: the first rank asks for what it has the end of.
+    returned = halo_tokens_returned(0, of_context // layout.tensor, width, **sizes)
+    forward = len(stage.lookups) + (len(stage.backward_lookups) if train.recompute == "full" else 0)
+    elements = forward * hidden + len(stage.backward_lookups) * returned
+    return HaloTraffic(
+        ids=chunks * ids * train.micro_batch_size * 8,
+        hidden=elements * train.micro_batch_size * config.model.hidden_size * train.element_bytes,
+    )
 
 
 def attention_bytes(config: RunConfig, num_ranks: int) -> int:

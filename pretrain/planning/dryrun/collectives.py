@@ -37,6 +37,7 @@ class Collective:
         splits: of an all_to_all, rows for each member and rows from each; None: equal ones, or another operation.
         batch: messages with the same number are one call; None: a call of its own.
         line: of the code that called.
+        own: this rank's place in the group, where sizes differ.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Collective:
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     batch: int | None = None
     line: Place = _NOWHERE
+    own: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -62,6 +64,9 @@ class Collective:
         match self.op:
             case "all_gather":
                 return num_bytes * (size - 1)
+            case "all_to_all" if self.splits is not None:
+                rows = self.splits[0]
+                return num_bytes * (sum(rows) - rows[self.own]) // max(1, sum(rows))
             case "all_to_all" | "reduce_scatter":
                 return num_bytes * (size - 1) // size
             case "all_reduce":
@@ -118,6 +123,7 @@ class CallReader:
             splits=splits,
             batch=self._batch,
             line=calling_line(),
+            own=ranks.index(dist.get_rank()) if splits is not None else 0,
         )
 
     @contextmanager
