@@ -63,6 +63,14 @@ Patches are clustered by k-means, the same way every time, and a patch's code is
 a few colours use the codes of a trained quantiser, in the same arrays.
 """
 
+_COMPRESS_EPILOG = """\
+examples:
+  megamem data compress data/stdlib-4096.json --output data/stdlib-4096-map.npy
+
+Ids whose texts differ in case, accents, compatibility forms of Unicode or spaces alone become one. The map is for
+`model.memory.token_map` of memories of kind engram; a run keeps it in its checkpoints.
+"""
+
 _VERIFY_EPILOG = """\
 examples:
   megamem data verify data/stdlib data/web
@@ -94,6 +102,7 @@ def add_parser(subparsers: Any) -> None:
     _add_prepare(commands)
     _add_tokenizer(commands)
     _add_codes(commands)
+    _add_compress(commands)
     _add_inspect(commands)
     _add_verify(commands)
     _add_synthetic(commands)
@@ -198,6 +207,17 @@ def _add_codes(commands: Any) -> None:
     parser.add_argument("--patch", type=int, default=2, metavar="N", help="side of a patch, in pixels (default: 2)")
     parser.add_argument("--codes", type=int, default=64, metavar="N", help="codes of the quantiser (default: 64)")
     parser.set_defaults(func=run_codes)
+
+
+def _add_compress(commands: Any) -> None:
+    parser = add_command(
+        commands, "compress", "map a tokenizer's ids to fewer, for hashes of n-grams", _COMPRESS_EPILOG
+    )
+    parser.add_argument(
+        "tokenizer", metavar="SPEC", help="a tokenizer.json, a folder that holds one (a prepared data set), or bytes"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".npy to write: an id per token id")
+    parser.set_defaults(func=run_compress)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -390,6 +410,20 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     if bad_documents.num_bad:
         print(f"Skipped {plural(bad_documents.num_bad, 'bad document')}:")
         print("\n".join(f"  {example}" for example in bad_documents.examples))
+    return 0
+
+
+def run_compress(args: argparse.Namespace) -> int:
+    """`megamem data compress`. Raises DataError."""
+    from pretrain.data.compression import write_token_map
+    from pretrain.data.tokenizer import load_tokenizer
+
+    mapped = write_token_map(load_tokenizer(args.tokenizer), args.output)
+    fewer = int(mapped.max()) + 1
+    print(
+        f"Wrote {args.output}: {len(mapped)} ids become {fewer}, {1 - fewer / len(mapped):.2%} fewer. Train with "
+        f"model.memory.token_map={args.output} model.memory.compressed_vocab_size={fewer}"
+    )
     return 0
 
 

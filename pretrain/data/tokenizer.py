@@ -98,6 +98,14 @@ class Tokenizer(ABC):
         """Text that the ids stand for; bytes that are not UTF-8 become the replacement character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    def text_of(self, id: int) -> str:
+        """Text of one id by itself, that of the end-of-document token too."""
+        return self.name_of(id) if id == self.eod else self.detokenize([id])
+
+    def name_of(self, id: int) -> str:
+        """Name of one id, unlike all others' names."""
+        return f"<{id}>"
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the definition into a folder, where there is one to write."""
@@ -236,6 +244,10 @@ class HuggingFaceTokenizer(Tokenizer):
         array = self.check_ids(ids)
         text = self._backend.decode(array[array != self.eod].tolist(), skip_special_tokens=False)
         return text.encode("utf-8")
+
+    def name_of(self, id: int) -> str:
+        # Ids may have holes.
+        return self._backend.id_to_token(id) or super().name_of(id)
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json`."""
