@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megamem.families.engram.family import ENGRAM
 from megamem.families.family import Family
 from megamem.families.lave.family import LAVE
 from megamem.families.linear_memory.family import LINEAR
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family[Any]] = {
         LAVE,
         TIDE,
         MIDUS,
+        ENGRAM,
     )
 }
 """By `model.memory.kind`."""

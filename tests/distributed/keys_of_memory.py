@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from keys_table import (
 from torch import Tensor
 
 from megamem.config import LatentAttentionConfig
+from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.halo import WholeSequences
 from megamem.inputs import Inputs
 from megamem.spans import PlacementConfig
 
@@ -47,6 +50,7 @@ NAMES_OF_KINDS = {
     "lave": {"gate_proj"},
     "tide": {"router"},
     "midus": {"keys", "expansion"},
+    "engram": {"key_proj", "value_proj", "key_bias", "value_bias", "key_gain", "query_gain", "conv_gain", "conv"},
 }
 
 
@@ -64,7 +68,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear_memory", "move", "lave", "tide", "midus"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear_memory", "move", "lave", "tide", "midus", "engram"):
     _enter_kind(_kind)
 
 
@@ -525,3 +529,114 @@ def _(base: Subject, second: Subject) -> None:
     assert bool((base.weights["shared_read.gain"] == 1).all())
     assert same(base.logits(), second.logits())
     assert bool((base.steps[0].weights["shared_read.gain"] != 1).any())
+
+
+# Memories that n-grams address.
+
+ENGRAM = with_kind("engram", value_dim=6, heads_per_order=2, rows_per_head=29, rows_multiple=1, vocab_size=70)
+
+
+def rows_of(subject: Subject, ids: list[int]) -> list[list[int]]:
+    """Rows of each token's heads, head by head, in one sequence."""
+    tokens = torch.tensor(ids).unsqueeze(1)
+    places = torch.arange(len(ids)).unsqueeze(1)
+    layer: Any = subject.layer
+    return (layer.addresses([layer], tokens, places, WholeSequences())[:, :, 0] - layer.offsets[:, None]).T.tolist()
+
+
+def hashed(subject: Subject, *window: int) -> list[int]:
+    """Rows of a token with this window, the token first."""
+    layer: Any = subject.layer
+    heads = subject.memory.heads_per_order  # type: ignore[attr-defined]
+    mixed, found = window[0] * int(layer.multipliers[0]), []
+    for order, token in enumerate(window[1:], start=1):
+        mixed ^= token * int(layer.multipliers[order])
+        found += [mixed % size for size in layer.sizes[(order - 1) * heads : order * heads].tolist()]
+    return found
+
+
+@MEMORIES.key("model.memory.rules", "ple", ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    """Behind a token of boundary_id the window ends; multipliers are other ones."""
+    ids = [5, 0, 7, 9]
+    assert rows_of(base, ids)[3] == hashed(base, 9, 7, 0)
+    assert rows_of(base, ids)[2] == hashed(base, 7, 0, 5)
+    assert rows_of(second, ids)[2] == hashed(second, 7, 0, 0)
+    assert rows_of(second, ids)[1] == hashed(second, 0, 5, 0)
+    assert base.layer.multipliers.tolist() == list(numpy_multipliers(3, 70, 0, 0))
+    assert second.layer.multipliers.tolist() == list(splitmix_multipliers(3, 70, 0, 0))
+
+
+@MEMORIES.key("model.memory.max_order", 4, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    for subject, width in ((base, 24), (second, 36)):
+        assert subject.memory_weights["key_proj"].shape == (32, width)
+    assert rows_of(second, [5, 6, 7, 9])[3] == hashed(second, 9, 7, 6, 5)
+
+
+@MEMORIES.key("model.memory.heads_per_order", 3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    """Every head has the next prime from 29 on."""
+    assert base.layer.sizes.tolist() == [29, 31, 37, 41]
+    assert second.layer.sizes.tolist() == [29, 31, 37, 41, 43, 47]
+
+
+@MEMORIES.key("model.memory.rows_per_head", 40, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.shapes["banks.0.values"] == (29 + 31 + 37 + 41, 6)
+    assert second.shapes["banks.0.values"] == (41 + 43 + 47 + 53, 6)
+
+
+@MEMORIES.key("model.memory.rows_multiple", 100, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.shapes["banks.0.values"] == (138, 6)
+    assert second.shapes["banks.0.values"] == (200, 6)
+
+
+@MEMORIES.key("model.memory.conv_kernel", 0, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.memory_weights["conv"].shape == (32, 4)
+    assert base.memory_weights.keys() - second.memory_weights.keys() == {"conv", "conv_gain"}
+    # Its taps are zeros at first.
+    assert same(base.logits(), second.logits())
+
+
+@MEMORIES.key("model.memory.projection_biases", False, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.memory_weights.keys() - second.memory_weights.keys() == {"key_bias", "value_bias"}
+
+
+@MEMORIES.key("model.memory.boundary_id", 3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert rows_of(base, [5, 6])[0] == hashed(base, 5, 0, 0)
+    assert rows_of(second, [5, 6])[0] == hashed(second, 5, 3, 3)
+
+
+@MEMORIES.key("model.memory.hash_seed", 2, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    for subject, seed in ((base, 0), (second, 2)):
+        assert subject.layer.multipliers.tolist() == list(numpy_multipliers(3, 70, seed, 0))
+
+
+MAPPED = with_kind(
+    "engram", value_dim=6, heads_per_order=2, vocab_size=70, token_map="modulo_10.npy", compressed_vocab_size=10
+)
+
+
+def prepare_token_maps(folder: Path) -> None:
+    """Two maps of 70 token ids to ten."""
+    np.save(folder / "modulo_10.npy", np.arange(70, dtype=np.int32) % 10)
+    np.save(folder / "sevens.npy", np.arange(70, dtype=np.int32) // 7)
+
+
+@MEMORIES.key("model.memory.token_map", "sevens.npy", MAPPED)
+def _(base: Subject, second: Subject) -> None:
+    assert rows_of(base, [25, 6, 47])[2] == hashed(base, 7, 6, 5)
+    assert rows_of(second, [25, 6, 47])[2] == hashed(second, 6, 0, 3)
+
+
+@MEMORIES.key("model.memory.compressed_vocab_size", 14, MAPPED)
+def _(base: Subject, second: Subject) -> None:
+    """Multipliers overflow with no id that the map may give."""
+    for subject, ids in ((base, 10), (second, 14)):
+        assert subject.layer.multipliers.tolist() == list(numpy_multipliers(3, ids, 0, 0))

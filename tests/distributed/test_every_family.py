@@ -80,6 +80,8 @@ SIZES = {
     "num_slots": 2,
     "num_tables": 3,
     "vocab_size": VOCAB_SIZE + 3,
+    "heads_per_order": 2,
+    "rows_per_head": 20,
 }
 # What no walk over types could make up.
 SECOND_VALUES: dict[str, tuple[Any, ...]] = {"placement.blocks": ((1,),), "placement.spans": ("0:1",)}
@@ -93,8 +95,15 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"key_expansion": 2},
     {"value_projection": True},
 )
-UNREAD = {"placement.position", "placement.spans", "placement.norm", "value_dim", "num_heads"}
-"""Keys that some families refuse or do not read: they have a slot of their own, or the backbone's widths."""
+UNREAD = {
+    "placement.position",
+    "placement.spans",
+    "placement.norm",
+    "value_dim",
+    "num_heads",
+    "compressed_vocab_size",
+}
+"""Keys that some families refuse or do not read: they have a slot of their own, the backbone's widths, or no file."""
 
 
 def models_of(kind: str) -> list[RunConfig]:
@@ -263,8 +272,9 @@ def first_step(config: RunConfig, groups: ParallelGroups) -> Step:
         expected = before[name] * (1 - lr * decay) - lr * gradient / (gradient.abs() + config.optimizer.epsilon)
         if group != group_by_name(name):
             step.problems.append(f"{name} is in {group}")
-        # Behind tables of zeros nothing learns in a first step, nor does an expert without tokens.
-        if not gradient.any() and not inserted and group != "experts":
+        # Before weights of zeros nothing learns in a first step, nor does an expert without tokens.
+        behind = before.get(name.removesuffix("_gain"), gradient + 1)
+        if not gradient.any() and not inserted and group != "experts" and behind.any():
             step.problems.append(f"{name} gets no gradient")
         if not torch.allclose(parameter.detach().double(), expected, rtol=1e-5, atol=lr * 1e-4):
             step.problems.append(f"{name} moves elsewhere")

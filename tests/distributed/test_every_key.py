@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from keys_of_health import HEALTH
 from keys_of_layouts import LAYOUTS, STAND_INS, OnRank, on_rank
-from keys_of_memory import MEMORIES
+from keys_of_memory import MEMORIES, prepare_token_maps
 from keys_of_model import MODEL
 from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_sharing import SHARING
@@ -76,6 +76,7 @@ def found(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """Problem of each entry, by name."""
     folder = tmp_path_factory.mktemp("keys")
     prepare_corpora(folder)
+    prepare_token_maps(folder)
     (of_one,) = run_ranks(lambda: on_one_rank(folder), 1, timeout_s=600)
     configs = list(dict.fromkeys(config for entry in LAYOUTS.entries for config in (entry.base, entry.second)))
     by_rank = run_ranks(lambda: [on_rank(config) for config in configs], 2, timeout_s=600)

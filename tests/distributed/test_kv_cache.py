@@ -214,7 +214,16 @@ def test_values_that_are_expanded_once_give_the_same_logits(run_ranks: Any) -> N
     assert max(found.values()) <= 1, found
 
 
-TEXTS = ("ultramem_v2, activated", "midus", "move", "tide", "latents, move for values alone", "skips", "experts")
+TEXTS = (
+    "ultramem_v2, activated",
+    "midus",
+    "move",
+    "tide",
+    "engram",
+    "latents, move for values alone",
+    "skips",
+    "experts",
+)
 
 
 def test_texts_are_the_same_with_and_without(run_ranks: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
@@ -141,6 +142,16 @@ READ_TOGETHER = replace(
     parallel=ParallelConfig(memory=2),
     train=replace(SPLIT.train, recompute="none", global_batch_size=64),
 )
+# Hidden states look back across the cuts of both axes, which no other model's do.
+LOOKING_BACK = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        memory=EngramConfig(vocab_size=1024, value_dim=16, rows_per_head=512, placement=PlacementConfig(every=2)),
+    ),
+    parallel=ParallelConfig(tensor=2, context=2, memory=4),
+    train=replace(SPLIT.train, recompute="none"),
+)
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
 CONFIGS = {
     "split": SPLIT,
@@ -154,6 +165,7 @@ CONFIGS = {
     "skipping": SKIPPING,
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
+    "looking back": LOOKING_BACK,
     "latents, of queries too": QUERIES_TOO,
     "latents, partly trained": PARTLY_TRAINED,
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),

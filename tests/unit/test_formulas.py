@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
@@ -93,6 +94,19 @@ MODELS = {
     "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
     "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
+    "engram": replace(DENSE, memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6)),
+    "engram, no convolution, no biases": replace(
+        DENSE,
+        memory=EngramConfig(
+            rules="ple",
+            max_order=4,
+            rows_per_head=31,
+            heads_per_order=3,
+            conv_kernel=0,
+            projection_biases=False,
+            placement=PlacementConfig(every=2),
+        ),
+    ),
     "latents": LATENT,
     "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
     "latents, of queries too": replace(LATENT, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)),

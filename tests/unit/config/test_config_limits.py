@@ -62,6 +62,7 @@ PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
+ENGRAM: dict[str, Any] = {"model__memory__kind": "engram"}
 MIDUS: dict[str, Any] = {
     "model__memory__kind": "midus",
     "model__memory__top_k": 1,
@@ -116,6 +117,11 @@ LIMITS = [
         model__memory__value_dim=128,
     ),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
+    *at_least(2, "model.memory.max_order", "model.memory.rows_per_head", **ENGRAM),
+    *at_most(4, "model.memory.max_order", **ENGRAM),
+    *at_least(1, "model.memory.heads_per_order", "model.memory.rows_multiple", **ENGRAM),
+    *at_least(0, "model.memory.conv_kernel", "model.memory.boundary_id", "model.memory.hash_seed", **ENGRAM),
+    *at_least(1, "model.memory.compressed_vocab_size", **ENGRAM, model__memory__token_map="map.npy"),
     *at_least(1, "model.memory.num_keys", "model.memory.value_dim", "model.memory.top_k", **MIDUS),
     *at_least(4, "model.memory.num_keys", **{**MIDUS, "model__memory__top_k": 4}),
     # As many rows as are to be selected, and as many candidates as values.

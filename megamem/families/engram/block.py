@@ -1,0 +1,63 @@
+"""A block whose memory adds to the residual stream before attention.
+
+Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
+
+from megamem.block import MemoryBlock, MemorySite
+from megamem.inputs import Inputs
+from megamem.kv_cache import KeyValueCache
+from megamem.parts import Parts, Site
+
+
+def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+    """Leave the block's parts as they are: the memory stands before all of them, in `EngramBlock`."""
+
+
+class EntryMemory(MegatronModule, MemorySite):
+    """The memory at a block's entry."""
+
+    def __init__(self, config: TransformerConfig, site: Site) -> None:
+        super().__init__(config=config)
+        self.memory = site.make_memory()
+
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """h + Mem(h) for `hidden` = h [t, b, D]."""
+        return hidden + self.memory(hidden, inputs) if self.memory_enabled else hidden
+
+    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
+        """See `MemorySite.serve`."""
+        self.memory(no_token, inputs)
+
+
+class EngramBlock(MemoryBlock):
+    """A block behind its memory (`megamem.families.engram.config.ENTRY`)."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, site: Site, **others: Any
+    ) -> None:
+        super().__init__(config, submodules, site, **others)
+        self.entry = EntryMemory(config, site)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        context_mask: Tensor | None,
+        inference_context: KeyValueCache | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `MemoryBlock.forward`."""
+        inputs = Inputs(context_mask, cache=inference_context)
+        if self.config.sequence_parallel:
+            inputs = inputs.share(self.tp_group)
+        hidden_states = self.entry(hidden_states, inputs)
+        return super().forward(hidden_states, context_mask=context_mask, inference_context=inference_context, **others)

@@ -1,0 +1,60 @@
+"""The record of Engram."""
+
+from __future__ import annotations
+
+from megamem.config import ModelConfig
+from megamem.distributions import Constant, Distribution, Normal
+from megamem.families.family import Family
+from megamem.layer_costs import LayerCosts
+from megamem.sharing import LayerView
+
+from .config import EngramConfig
+
+
+def _costs(memory: EngramConfig, view: LayerView, width: int) -> LayerCosts:
+    """Key and value projections, 2 E D and their biases, two gains, and the convolution's taps with a gain.
+
+    The score of a token is as many operations as a tap. Backward needs keys, values and the gated value, and what the convolution reads and gives; of fp32, scores and the
+    convolution's output, behind which SiLU is.
+    """
+    taps = memory.conv_kernel
+    product, bias = memory.memory_width * width, width * memory.projection_biases
+    convolution = (taps + 1) * width if taps else 0
+    return LayerCosts(
+        retrieval=product + bias + 2 * width + convolution,
+        projections=product + bias,
+        key_flops=2.0 * product,
+        projection_flops=2.0 * product,
+        selection_flops=2.0 * (1 + taps) * width,
+        kept_narrow=5 * width + (2 * width if taps else 0),
+        kept_wide=4 * width + (width if taps else 0),
+        halo_tokens=memory.reach,
+    )
+
+
+def _distribution(name: str, memory: EngramConfig, model: ModelConfig) -> Distribution | None:
+    match name:
+        case "key_proj" | "value_proj":
+            return Normal(model.linear_std)
+        case "key_gain" | "query_gain" | "conv_gain":
+            return Constant(1.0)
+        case "key_bias" | "value_bias" | "conv":
+            # The layer begins as its gated values alone.
+            return Constant(0.0)
+        case "multipliers" | "token_map":
+            return None
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
+
+
+def _table_std(memory: EngramConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """That of the embedding, whose rows they are, too."""
+    return model.linear_std
+
+
+ENGRAM = Family(
+    config=EngramConfig,
+    layer_path=f"{__package__}.layer:EngramLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+)

@@ -1,0 +1,145 @@
+"""Engram's layer.
+
+Legend: s tokens of a sequence on this context-parallel rank and t of them on this rank, b sequences, T = t b, D hidden
+size, N highest order, H heads, V columns of a row, E = H V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamem.halo import Halo
+from megamem.inputs import Inputs
+from megamem.layers.layer import MemoryLayer, ScoreCalibration
+from megamem.norm import rms_normalise
+from megamem.parameters import parameter_device
+from megamem.spans import resolve_placement
+
+from .addresses import hashed_rows, window
+from .config import EngramConfig
+from .convolution import causal_convolution
+from .hashing import numpy_multipliers, splitmix_multipliers
+from .token_map import read_token_map
+
+_LEAST_SCORE = 1e-6
+"""Below it the root of a score is that of this; its gradient would grow without bound."""
+
+
+class EngramLayer(MemoryLayer):
+    """u + SiLU(conv(RMS(u))) with u = g W_V e, g = sigmoid(sign(s) sqrt(|s|)) and s = <RMS(W_K e), RMS(h)> / sqrt(D),
+    for the rows e of the n-grams that end at a token and the residual stream h."""
+
+    memory: EngramConfig
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        memory, device = self.memory, parameter_device(self.config)
+        self.key_proj = self._weight(hidden_size, memory.memory_width)
+        self.value_proj = self._weight(hidden_size, memory.memory_width)
+        self.key_bias = self._weight(hidden_size) if memory.projection_biases else None
+        self.value_bias = self._weight(hidden_size) if memory.projection_biases else None
+        self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size)
+        if memory.conv_kernel:
+            self.conv_gain, self.conv = self._weight(hidden_size), self._weight(hidden_size, memory.conv_kernel)
+        sizes = torch.tensor(memory.sizes(self.view.bank + 1)[-1], device=device)
+        self.register_buffer("sizes", sizes, persistent=False)
+        self.register_buffer("offsets", sizes.cumsum(0) - sizes, persistent=False)
+        # Checkpoints hold them: neither NumPy's generators nor Unicode's tables promise to stay as they are.
+        self.register_buffer("multipliers", torch.zeros(memory.max_order, dtype=torch.int64, device=device))
+        if memory.token_map is not None:
+            assert memory.vocab_size is not None
+            self.register_buffer("token_map", torch.zeros(memory.vocab_size, dtype=torch.int64, device=device))
+
+    def calibrate(self, seed: int) -> ScoreCalibration | None:
+        """Set the multipliers and the map of token ids.
+
+        Raises:
+            ValueError: the file of the map cannot be read, or is not that of this configuration.
+        """
+        memory, index = self.memory, self.view.bank
+        num, ids = memory.max_order, memory.num_hashed_ids
+        if memory.rules == "ple":
+            multipliers = splitmix_multipliers(num, ids, memory.hash_seed, index)
+        else:
+            block = resolve_placement(memory.placement, self.config.num_layers)[index].read
+            multipliers = numpy_multipliers(num, ids, memory.hash_seed, block)
+        self.multipliers.copy_(torch.tensor(multipliers))
+        if memory.token_map is not None:
+            assert memory.compressed_vocab_size is not None
+            self.token_map.copy_(
+                read_token_map(Path(memory.token_map), len(self.token_map), memory.compressed_vocab_size)
+            )
+        return None
+
+    @classmethod
+    def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
+        """See `MemoryLayer.addresses`: the rows of all layers' heads, [layers H, s, b]."""
+        first = layers[0]
+        memory, ids, boundary = first.memory, token_ids, first.memory.boundary_id
+        if memory.token_map is not None:
+            ids = first.token_map[token_ids]
+        tokens = window(
+            # The boundary is a raw id: it is mapped where it is a token.
+            ids,
+            positions,
+            halo,
+            max_order=memory.max_order,
+            boundary_id=boundary if memory.token_map is None else first.token_map[boundary],
+            cut_at_boundary=memory.rules == "ple",
+        )
+        return torch.cat([hashed_rows(tokens, each.multipliers, each.sizes, each.offsets) for each in layers])
+
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.forward`."""
+        rows = inputs.addresses_of(self.place, self.memory.num_heads).flatten(1).t().contiguous()
+        return self.mixed(
+            hidden, self.read(rows, hidden.dtype).view(*hidden.shape[:2], self.memory.memory_width), rows, inputs
+        )
+
+    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """e [T, E] of `rows` [T, H]: each head's row, side by side."""
+        heads = self.memory.num_heads
+        bins = torch.arange(heads, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
+        ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
+        # The width in full: there may be no token to infer it from.
+        return self.lookup.read(rows, ones, None, bins, heads).view(len(rows), self.memory.memory_width)
+
+    def mixed(self, hidden: Tensor, read: Tensor, rows: Tensor, inputs: Inputs) -> Tensor:
+        """[t, b, D] of the residual stream [t, b, D] and what was read for it, [t, b, E]."""
+        value = F.linear(read, self.value_proj, self.value_bias)
+        gate = self.gate(hidden, read)
+        gated = (gate.unsqueeze(2) * value.to(gate.dtype)).to(hidden.dtype)
+        out = gated
+        if self.memory.conv_kernel:
+            out = gated + F.silu(self._convolved(gated, inputs)).to(hidden.dtype)
+        self.observe(rows, None, out.flatten(0, 1))
+        return out
+
+    def gate(self, hidden: Tensor, read: Tensor) -> Tensor:
+        """g [t, b], in at least fp32, of h [t, b, D] and e [t, b, E]."""
+        key = rms_normalise(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.epsilon)
+        query = rms_normalise(hidden, self.query_gain, self.epsilon)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        score = (key.to(wide) * query.to(wide)).sum(-1) / math.sqrt(hidden.shape[-1])
+        return torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
+
+    def _convolved(self, gated: Tensor, inputs: Inputs) -> Tensor:
+        normal = rms_normalise(gated, self.conv_gain, self.epsilon)
+        halo = self.halo if inputs.cache is None else inputs.cache.halo(self.name)
+        width = self.memory.reach
+        return causal_convolution(
+            halo.extended(normal, width), self.conv, inputs.positions, dilation=self.memory.max_order, width=width
+        )
+
+    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.initial_output`; rows are those of the tokens' own n-grams."""
+        rows = self.addresses([self], inputs.token_ids, inputs.positions, self.halo)
+        assert inputs.packed is not None
+        out: Tensor = self(hidden, Inputs(torch.cat((inputs.packed, rows))))
+        return out
