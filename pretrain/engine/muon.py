@@ -411,9 +411,9 @@ class Muon(UpdateRule):
         """See `UpdateRule.device_state`."""
         return [*self._momentum.values(), *self._main.values()]
 
-    def describe(self) -> str:
+    def describe(self) -> str | None:
         """See `UpdateRule.describe`."""
-        return f"{self.num_matrices} hidden matrices of this stage updated by Muon, in {len(self._rounds)} rounds"
+        return f"hidden matrices of this stage updated by Muon: {self.num_matrices}" if self.num_matrices else None
 
 
 def _sizes(by_rank: Sequence[Sequence[tuple[Unit, _Piece]]]) -> list[int]:
