@@ -262,7 +262,7 @@ def test_token_ids_are_compressed_as_recorded(golden_dir: Path) -> None:
 
 
 def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Of bytes, capitals and four kinds of spaces are no ids of their own; others than ASCII's are parts of characters."""
+    """Capitals and four kinds of spaces have no ids of their own among bytes; beyond ASCII bytes are parts of characters."""
     path = tmp_path / "map.npy"
     written = write_token_map(ByteTokenizer(), path)
     assert len(written) == 257

@@ -1,4 +1,4 @@
-"""Which tokens the ranks of a cut sequence ask each other for, against Megatron's own cutting of a sequence of numbers."""
+"""Tokens that the ranks of a cut sequence ask each other for, against Megatron's own cutting of a sequence of numbers."""
 
 from __future__ import annotations
 
