@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from keys_of_health import HEALTH
 from keys_of_layouts import LAYOUTS, STAND_INS, OnRank, on_rank
-from keys_of_memory import MEMORIES, prepare_token_maps
+from keys_of_memory import MEMORIES
 from keys_of_model import MODEL
 from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_sharing import SHARING
 from keys_of_stages import SCHEDULES, STAGES
+from keys_of_token_memories import TOKEN_MEMORIES, prepare_token_maps
 from keys_of_training import TRAINING
 from keys_table import BASE, Entry, Subject, schema_keys
 from tiny_runs import joined
@@ -28,6 +29,7 @@ from pretrain.config.schema import RunConfig
 TABLES = {
     "model": MODEL,
     "memory": MEMORIES,
+    "tokens": TOKEN_MEMORIES,
     "sharing": SHARING,
     "training": TRAINING,
     "layout": LAYOUTS,
@@ -64,7 +66,9 @@ def on_one_rank(folder: Path) -> dict[str, str | None]:
     os.chdir(folder)
     with joined(BASE) as groups:
         return {
-            **problems(["model", "memory", "sharing", "training", "schedule"], lambda config: Subject(config, groups)),
+            **problems(
+                ["model", "memory", "tokens", "sharing", "training", "schedule"], lambda config: Subject(config, groups)
+            ),
             **problems(["standin"], lambda config: Subject(config, groups)),
             **problems(["run", "health", "stage"], lambda config: Outputs(config, groups)),
             **problems(["command"], lambda config: config),

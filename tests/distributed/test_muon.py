@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from megamem.config import LatentAttentionConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.parameters import matrices_of
-from megamem.shards import walk_shards
 from megamem.spans import PlacementConfig
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
@@ -141,21 +140,7 @@ def planted(shape: tuple[int, ...], step: int, key: str) -> Tensor:
 
 def update(run: TinyRun, step: int) -> None:
     """One update, with planted gradients."""
-    for chunk, bare in zip(run.chunks, run.bare, strict=True):
-        chunk.zero_grad_buffer()
-        for parameter, leaf in walk_shards(bare.sharded_state_dict()):
-            if isinstance(parameter, nn.Parameter):
-                part = tuple(slice(a, a + n) for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True))
-                gradient = planted(tuple(leaf.global_shape), step, leaf.key)[part]
-                first = leaf.data.storage_offset() - parameter.storage_offset()
-                parameter.main_grad.view(-1)[first : first + gradient.numel()] = gradient.flatten()
-    run.optimizer.zero_grad()
-    run.optimizer.prepare_grads()
-    for group in run.optimizer.param_groups:
-        group.update(lr=LR, weight_decay=DECAY)
-    run.optimizer.step_with_ready_grads()
-    # As the next forward pass does.
-    run.run.complete_weights()
+    run.update(lambda key, shape: planted(shape, step, key), lr=LR, weight_decay=DECAY)
 
 
 def updated(config: RunConfig, folder: Path) -> None:

@@ -17,7 +17,6 @@ from test_layouts import shards
 from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
 
-from megamem.shards import walk_shards
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.row_wise import RowWise
@@ -54,19 +53,7 @@ def planted(shape: tuple[int, ...], step: int) -> Tensor:
 
 def update(run: TinyRun, step: int) -> None:
     """One update of the tables, with planted gradients."""
-    for chunk, bare in zip(run.chunks, run.bare, strict=True):
-        chunk.zero_grad_buffer()
-        for parameter, leaf in walk_shards(bare.sharded_state_dict()):
-            if leaf.key.startswith("banks."):
-                part = tuple(slice(a, a + n) for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True))
-                parameter.main_grad.copy_(planted(leaf.global_shape, step)[part])
-    run.optimizer.zero_grad()
-    run.optimizer.prepare_grads()
-    for group in run.optimizer.param_groups:
-        group.update(lr=LR, weight_decay=DECAY)
-    run.optimizer.step_with_ready_grads()
-    # As the next forward pass does.
-    run.run.complete_weights()
+    run.update(lambda key, shape: planted(shape, step) if key.startswith("banks.") else None, lr=LR, weight_decay=DECAY)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from megamem.config import ModelConfig
 from megamem.documents import DOCUMENT_BOUNDS, document_bounds, document_positions
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
+from megamem.shards import walk_shards
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
@@ -93,6 +95,32 @@ class TinyRun:
         rows = [take_step(self.run, self.batches)[1] for _ in range(num_steps)]
         self.run.complete_weights()
         return [(row["loss"], row["grad_norm"]) for row in rows]
+
+    def update(
+        self, planted: Callable[[str, tuple[int, ...]], Tensor | None], *, lr: float, weight_decay: float
+    ) -> None:
+        """One update by planted gradients, and complete the weights.
+
+        Args:
+            planted: gives the gradient of a whole parameter by its name and shape; None: it is zero.
+            lr, weight_decay: of all groups.
+        """
+        for chunk, bare in zip(self.chunks, self.bare, strict=True):
+            chunk.zero_grad_buffer()
+            for parameter, leaf in walk_shards(bare.sharded_state_dict()):
+                if isinstance(parameter, torch.nn.Parameter):
+                    part = tuple(slice(a, a + n) for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True))
+                    whole = planted(leaf.key, tuple(leaf.global_shape))
+                    if whole is not None:
+                        first = leaf.data.storage_offset() - parameter.storage_offset()
+                        parameter.main_grad.view(-1)[first : first + leaf.data.numel()] = whole[part].flatten()
+        self.optimizer.zero_grad()
+        self.optimizer.prepare_grads()
+        for group in self.optimizer.param_groups:
+            group.update(lr=lr, weight_decay=weight_decay)
+        self.optimizer.step_with_ready_grads()
+        # As the next forward pass does.
+        self.run.complete_weights()
 
     @property
     def config(self) -> RunConfig:

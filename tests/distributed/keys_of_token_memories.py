@@ -1,0 +1,227 @@
+"""Effects of the keys of memories that tokens address, measured on initial weights and single passes of models on one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from keys_table import (
+    MEMORY,
+    Subject,
+    Table,
+    as_kind,
+    changed_names,
+    same,
+    with_kind,
+)
+
+from megamem.config import LatentAttentionConfig
+from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
+from megamem.halo import WholeSequences
+from megamem.inputs import Inputs
+
+TOKEN_MEMORIES = Table()
+
+# Memories that the token id addresses.
+
+MOVE = with_kind("move", vocab_size=70, value_dim=32, num_gate_heads=4)
+TIDE = with_kind("tide", vocab_size=70, value_dim=32, num_tables=2)
+
+
+@TOKEN_MEMORIES.key("model.memory.vocab_size", 80, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    """Two slots for every token id."""
+    assert base.shapes["banks.0.values"] == (2 * 70, 32)
+    assert second.shapes["banks.0.values"] == (2 * 80, 32)
+
+
+@TOKEN_MEMORIES.key("model.memory.num_slots", 3, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, slots in ((base, 2), (second, 3)):
+        assert subject.shapes["banks.0.values"] == (slots * 70, 32)
+        assert subject.memory_weights["gate_proj"].shape == (4 * (slots + 1), 32)
+
+
+@TOKEN_MEMORIES.key("model.memory.num_gate_heads", 2, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, heads in ((base, 4), (second, 2)):
+        assert subject.memory_weights["gate_proj"].shape == (heads * 3, 32)
+        assert subject.shapes["banks.0.values"] == (140, 32)
+
+
+@TOKEN_MEMORIES.key("model.memory.gated_standard_path", False, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    """The standard path multiplies the layer's values by a gate of 2 sigmoid(1), or leaves them as they are."""
+    values, hidden = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 32)
+    ids = torch.tensor([[3, 60]])
+    for subject, gates, factor in ((base, 3, 2 / (1 + math.exp(-1))), (second, 2, 1.0)):
+        weight = torch.zeros(4, gates, 32)
+        # A logit of 1 for the standard path, which comes first, and gates of 1 for the slots.
+        if gates == 3:
+            weight[:, 0, 0] = 1.0
+        with torch.no_grad():
+            before = subject.layer.gate_proj.clone()
+            subject.layer.gate_proj.copy_(weight.flatten(0, 1))
+            mixed = subject.layer(values, Inputs(torch.stack((ids, ids))), hidden)
+            subject.layer.gate_proj.copy_(before)
+        rows = subject.weights["banks.0.values"].view(70, 2, 32).sum(1)[ids]
+        assert same(mixed.flatten(2), factor * values.flatten(2) + rows)
+
+
+MOVE_LATENTS = replace(
+    MOVE,
+    model=replace(
+        MOVE.model,
+        latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4),
+        memory=as_kind(MEMORY, "move", vocab_size=70, value_dim=12, num_gate_heads=4),
+    ),
+)
+
+
+@TOKEN_MEMORIES.key("model.memory.mixed_into", "latents", MOVE_LATENTS)
+def _(base: Subject, second: Subject) -> None:
+    """The same weights and bits; of attention's keys and values, the keys alone are others."""
+    assert not changed_names(base.weights, second.weights)
+    assert base.shapes["banks.0.values"] == (140, 12)
+    x, ids = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(1)), torch.arange(5).unsqueeze(1)
+    inputs, angles = Inputs(torch.stack((ids, ids))), torch.zeros(5, 1, 1, 4)
+    with torch.no_grad():
+        (queries, keys, values), (same_queries, other_keys, same_values) = (
+            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (angles, inputs, None))
+            for subject in (base, second)
+        )
+    assert same(queries, same_queries)
+    assert same(values, same_values)
+    assert not same(keys, other_keys)
+
+
+@TOKEN_MEMORIES.key("model.memory.num_tables", 3, TIDE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, tables in ((base, 2), (second, 3)):
+        assert subject.shapes["banks.0.values"] == (tables * 70, 32)
+        assert subject.memory_weights["router"].shape == (tables + 1, 32)
+        assert subject.shapes["shared_read.gain"] == (tables, 32)
+
+
+@TOKEN_MEMORIES.key("model.memory.row_gain", False, TIDE)
+def _(base: Subject, second: Subject) -> None:
+    """A learned gain of 1 at first: the same numbers before the first update, and others after it."""
+    assert base.weights.keys() - second.weights.keys() == {"shared_read.gain"}
+    assert bool((base.weights["shared_read.gain"] == 1).all())
+    assert same(base.logits(), second.logits())
+    assert bool((base.steps[0].weights["shared_read.gain"] != 1).any())
+
+
+# Memories that n-grams address.
+
+ENGRAM = with_kind("engram", value_dim=6, heads_per_order=2, rows_per_head=29, rows_multiple=1, vocab_size=70)
+
+
+def rows_of(subject: Subject, ids: list[int]) -> list[list[int]]:
+    """Rows of each token's heads, head by head, in one sequence."""
+    tokens = torch.tensor(ids).unsqueeze(1)
+    places = torch.arange(len(ids)).unsqueeze(1)
+    layer: Any = subject.layer
+    return (layer.addresses([layer], tokens, places, WholeSequences())[:, :, 0] - layer.offsets[:, None]).T.tolist()
+
+
+def hashed(subject: Subject, *window: int) -> list[int]:
+    """Rows of a token with this window, the token first."""
+    layer: Any = subject.layer
+    heads = subject.memory.heads_per_order  # type: ignore[attr-defined]
+    mixed, found = window[0] * int(layer.multipliers[0]), []
+    for order, token in enumerate(window[1:], start=1):
+        mixed ^= token * int(layer.multipliers[order])
+        found += [mixed % size for size in layer.sizes[(order - 1) * heads : order * heads].tolist()]
+    return found
+
+
+@TOKEN_MEMORIES.key("model.memory.rules", "ple", ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    """Behind a token of boundary_id the window ends; multipliers are other ones."""
+    ids = [5, 0, 7, 9]
+    assert rows_of(base, ids)[3] == hashed(base, 9, 7, 0)
+    assert rows_of(base, ids)[2] == hashed(base, 7, 0, 5)
+    assert rows_of(second, ids)[2] == hashed(second, 7, 0, 0)
+    assert rows_of(second, ids)[1] == hashed(second, 0, 5, 0)
+    assert base.layer.multipliers.tolist() == list(numpy_multipliers(3, 70, 0, 0))
+    assert second.layer.multipliers.tolist() == list(splitmix_multipliers(3, 70, 0, 0))
+
+
+@TOKEN_MEMORIES.key("model.memory.max_order", 4, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    for subject, width in ((base, 24), (second, 36)):
+        assert subject.memory_weights["key_proj"].shape == (32, width)
+    assert rows_of(second, [5, 6, 7, 9])[3] == hashed(second, 9, 7, 6, 5)
+
+
+@TOKEN_MEMORIES.key("model.memory.heads_per_order", 3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    """Every head has the next prime from 29 on."""
+    assert base.layer.sizes.tolist() == [29, 31, 37, 41]
+    assert second.layer.sizes.tolist() == [29, 31, 37, 41, 43, 47]
+
+
+@TOKEN_MEMORIES.key("model.memory.rows_per_head", 40, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.shapes["banks.0.values"] == (29 + 31 + 37 + 41, 6)
+    assert second.shapes["banks.0.values"] == (41 + 43 + 47 + 53, 6)
+
+
+@TOKEN_MEMORIES.key("model.memory.rows_multiple", 100, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.shapes["banks.0.values"] == (138, 6)
+    assert second.shapes["banks.0.values"] == (200, 6)
+
+
+@TOKEN_MEMORIES.key("model.memory.conv_kernel", 0, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.memory_weights["conv"].shape == (32, 4)
+    assert base.memory_weights.keys() - second.memory_weights.keys() == {"conv", "conv_gain"}
+    # Its taps are zeros at first.
+    assert same(base.logits(), second.logits())
+
+
+@TOKEN_MEMORIES.key("model.memory.projection_biases", False, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert base.memory_weights.keys() - second.memory_weights.keys() == {"key_bias", "value_bias"}
+
+
+@TOKEN_MEMORIES.key("model.memory.boundary_id", 3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    assert rows_of(base, [5, 6])[0] == hashed(base, 5, 0, 0)
+    assert rows_of(second, [5, 6])[0] == hashed(second, 5, 3, 3)
+
+
+@TOKEN_MEMORIES.key("model.memory.hash_seed", 2, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    for subject, seed in ((base, 0), (second, 2)):
+        assert subject.layer.multipliers.tolist() == list(numpy_multipliers(3, 70, seed, 0))
+
+
+MAPPED = with_kind(
+    "engram", value_dim=6, heads_per_order=2, vocab_size=70, token_map="modulo_10.npy", compressed_vocab_size=10
+)
+
+
+def prepare_token_maps(folder: Path) -> None:
+    """Two maps of 70 token ids to ten."""
+    np.save(folder / "modulo_10.npy", np.arange(70, dtype=np.int32) % 10)
+    np.save(folder / "sevens.npy", np.arange(70, dtype=np.int32) // 7)
+
+
+@TOKEN_MEMORIES.key("model.memory.token_map", "sevens.npy", MAPPED)
+def _(base: Subject, second: Subject) -> None:
+    assert rows_of(base, [25, 6, 47])[2] == hashed(base, 7, 6, 5)
+    assert rows_of(second, [25, 6, 47])[2] == hashed(second, 6, 0, 3)
+
+
+@TOKEN_MEMORIES.key("model.memory.compressed_vocab_size", 14, MAPPED)
+def _(base: Subject, second: Subject) -> None:
+    """Multipliers overflow with no id that the map may give."""
+    for subject, ids in ((base, 10), (second, 14)):
+        assert subject.layer.multipliers.tolist() == list(numpy_multipliers(3, ids, 0, 0))
