@@ -77,7 +77,7 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
             vectors = vectors_of_entries(x[tokens], bins[tokens], table.shape[1]).view(rows.shape)
             # In bf16 every product would be rounded before it is added.
             out[tokens] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
-    return torch.where(own.unsqueeze(2), out, 0)
+    return out.masked_fill_(~own.unsqueeze(2), 0)
 
 
 @torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())

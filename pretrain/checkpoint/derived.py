@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STATE_PREFIX = "optimizer.state."
+from pretrain.config.updates import STATE_PREFIX
+
 MAIN_PREFIX = f"{STATE_PREFIX}param."
 
 

@@ -16,13 +16,13 @@ from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
 from megamem.trained_part import TrainedPart
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights, main_name
+from pretrain.checkpoint.derived import MAIN_PREFIX, derived_weights, main_name
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MUON, ROW_WISE
+from pretrain.config.updates import ADAMW, MUON, ROW_WISE, STATE_PREFIX
 from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering

@@ -1,10 +1,12 @@
-"""State that each way of updating a parameter keeps: its tensors, their bytes, their names in checkpoints.
+"""State that each way of updating a parameter keeps: its tensors, their bytes, their names in checkpoints; and operations
+of an update that takes many.
 
-The optimizer makes its state by these records, the planner counts by them. Imports no torch.
+The optimizer makes its state and shares its work by them, the planner counts by them. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from megamem.parameters import GroupName
     from pretrain.config.schema import OptimizerConfig
 
+STATE_PREFIX = "optimizer.state."
+"""Checkpoints have what an update keeps as `optimizer.state.<name>.<parameter>`, main weights as `param`."""
+
 MAIN_WEIGHT_BYTES = 4
 _STATE_BYTES = 4
 
@@ -20,8 +25,6 @@ _STATE_BYTES = 4
 @dataclass(frozen=True)
 class Update:
     """An update of parameters, by the state that it keeps beside their weights.
-
-    Checkpoints have it as `optimizer.state.<name>.<parameter>`.
 
     Attributes:
         name: for people.
@@ -73,3 +76,9 @@ def table_update(settings: OptimizerConfig) -> Update:
 def matrix_update(settings: OptimizerConfig) -> Update:
     """The update of the hidden matrices."""
     return MUON if settings.matrices == "muon" else ADAMW
+
+
+def orthogonalisation_flops(shapes: Sequence[tuple[int, int]], settings: OptimizerConfig) -> list[float]:
+    """Operations of an update of each matrix, per Newton-Schulz step 4 m^2 n + 2 m^3 with m <= n."""
+    sides = (sorted(shape) for shape in shapes)
+    return [settings.muon_ns_steps * (4.0 * m**2 * n + 2.0 * m**3) for m, n in sides]

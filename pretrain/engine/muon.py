@@ -33,11 +33,10 @@ from torch import Tensor, nn
 
 from megamem.parameters import matrices_of, tensor_dim_of
 from pretrain.config.schema import OptimizerConfig
-from pretrain.config.updates import MUON
+from pretrain.config.updates import MUON, orthogonalisation_flops
 from pretrain.engine.newton_schulz import orthogonalised
 from pretrain.engine.optimizer_shards import state_entries
 from pretrain.engine.update_rules import Share, Spread, UpdateRule
-from pretrain.planning.costs.matrices import orthogonalisation_flops
 
 ROUND_ELEMENTS = 1 << 24
 """Elements of matrices that a rank works on at a time, if no single one has more: buffers are of that size."""

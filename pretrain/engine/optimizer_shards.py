@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megamem.shards import walk_shards
+from pretrain.config.updates import STATE_PREFIX
 from pretrain.rectangles import rectangles_of_range
 
 
@@ -57,7 +58,7 @@ def state_entries(
             first = leaf_start + part.flat_start - start
             offset = tuple(a + b for a, b in zip(leaf.global_offset, part.offset, strict=True))
             for name, tensor in state.items():
-                key = f"optimizer.state.{name}.{leaf.key}"
+                key = f"{STATE_PREFIX}{name}.{leaf.key}"
                 entries[f"{key}@{offset}"] = ShardedTensor(
                     key=key,
                     data=tensor[first : first + math.prod(part.shape)].view(part.shape),
@@ -88,7 +89,7 @@ def row_entries(leaf: ShardedTensor, start: int, name: str, rows: Tensor) -> dic
     (num_rows, _), (first_row, first_column) = leaf.global_shape, leaf.global_offset
     row, within = divmod(start, leaf.local_shape[1])
     *copies, _ = _without_data_replica(leaf.replica_id)
-    key = f"optimizer.state.{name}.{leaf.key}"
+    key = f"{STATE_PREFIX}{name}.{leaf.key}"
     # The first row may have begun in another rank's range.
     ends = (0, 1, rows.numel()) if within else (0, rows.numel())
     entries = {}

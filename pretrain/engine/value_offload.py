@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.common.cpp import cache_folder
 from pretrain.config.schema import OptimizerConfig
+from pretrain.config.updates import ADAMW
 from pretrain.engine.optimizer_shards import state_entries
 from pretrain.engine.update_rules import Share, Spread, UpdateRule
 from pretrain.errors import ConfigError
@@ -144,7 +145,7 @@ def host_state(share: Share) -> dict[str, Tensor]:
 
     Each is [E] fp32 in host memory, by its name in checkpoints.
     """
-    names = ("param", "exp_avg", "exp_avg_sq")
+    names = ("param", *ADAMW.per_element)
     state = {name: torch.zeros(share.weights.numel(), dtype=torch.float32, device="cpu") for name in names}
     for window in _windows(share.weights.numel()):
         # Widened on the host: the device never holds an fp32 copy.

@@ -39,9 +39,9 @@ class EngramConfig(MemoryConfig):
     kind: Literal["engram"] = "engram"
     """engram: rows addressed by hashes of the last tokens, added before attention."""
     rules: Literal["engram", "ple"] = "engram"
-    """Rules by which tokens are hashed. engram: as DeepSeek's: tokens before a sequence's start read boundary_id, and NumPy's PCG64
-    draws multipliers from the block's number. ple: as Qwen's: boundary_id also cuts the window behind it, and SplitMix64
-    draws them from the layer's place among the memory layers."""
+    """Rules by which tokens are hashed. engram: as DeepSeek's: tokens before a sequence's start read boundary_id, and
+    NumPy's PCG64 draws multipliers from the block's number. ple: as Qwen's: boundary_id also cuts the window behind it, and
+    SplitMix64 draws them from the layer's place among the memory layers."""
     max_order: Annotated[int, Ge(2), Le(4), Advice("n-grams have 2 to 4 tokens")] = 3
     """N: tokens of the longest n-gram; every order from 2 on has heads of its own."""
     heads_per_order: PositiveInt = 8

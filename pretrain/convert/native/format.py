@@ -26,6 +26,7 @@ from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, parts_of, write_index
 from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.updates import STATE_PREFIX
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.listing import is_native, native_at
 from pretrain.convert.names import NATIVE
@@ -150,7 +151,7 @@ def _files(
 
 def _columns(name: str, layout: ParallelConfig) -> int:
     """Groups of columns in which a tensor, or its optimizer state, is held by ranks."""
-    weight = name.split(".", 3)[3] if name.startswith("optimizer.state.") else name
+    weight = name.split(".", 3)[3] if name.startswith(STATE_PREFIX) else name
     if weight.startswith("banks."):
         return layout.memory_columns
     return layout.tensor if weight.endswith(_SPLIT_BY_COLUMNS) else 1

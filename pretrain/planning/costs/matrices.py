@@ -1,4 +1,4 @@
-"""Hidden matrices of a model, and what Muon's update of them takes, by closed formulas.
+"""Hidden matrices of a model, by closed formulas.
 
 Legend: D hidden size, F feed-forward width, n query and g key/value heads, d width of a head, C width of a latent, Q of
 one of queries and r of a rotary key.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from megamem.block_plan import BlockPlan
 from megamem.config import ModelConfig
 from megamem.layer_costs import LayerCosts
-from pretrain.config.schema import OptimizerConfig
 
 Shape = tuple[int, int]
 
@@ -83,9 +82,3 @@ def _swiglu(width: int, inner: int) -> Iterator[Shape]:
 def num_elements(shapes: Sequence[Shape]) -> int:
     """Weights of matrices."""
     return sum(rows * columns for rows, columns in shapes)
-
-
-def orthogonalisation_flops(shapes: Sequence[Shape], optimizer: OptimizerConfig) -> list[float]:
-    """Operations of an update of each matrix, per Newton-Schulz step 4 m^2 n + 2 m^3 with m <= n."""
-    sides = (sorted(shape) for shape in shapes)
-    return [optimizer.muon_ns_steps * (4.0 * m**2 * n + 2.0 * m**3) for m, n in sides]

@@ -19,12 +19,11 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_update
+from pretrain.config.updates import MUON, ROW_WISE, matrix_update, orthogonalisation_flops, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.matrices import orthogonalisation_flops
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Weights, exposed
 from pretrain.planning.costs.rows import row_seconds

@@ -172,7 +172,7 @@ class HaloTraffic:
 def halo_bytes(config: RunConfig, stage: Stage) -> HaloTraffic:
     """See `HaloTraffic`."""
     layout, memory, train = config.parallel, config.model.memory, config.train
-    if memory is None or not stage.lookups:
+    if memory is None or not stage.lookups or not (memory.ids_before or stage.memory.halo_tokens):
         return HaloTraffic(0, 0)
     reading = {span.read for span in config.model.memory_spans}
     chunks = sum(bool(reading & set(chunk.layers)) for chunk in stage.chunks)
