@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Looks and prints."""
     if args.ranks is not None and args.config is None:
-        raise ConfigError("--ranks has no effect without CONFIG: name a configuration, or leave --ranks out")
+        raise ConfigError("--ranks has no effect without CONFIG: name one, or leave --ranks out")
     found = []
     for look in LOOKS:
         for finding in look():

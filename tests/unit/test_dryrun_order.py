@@ -204,8 +204,8 @@ def windows_in_one_place() -> Iterator[None]:
 
     make = HostTables.__init__
 
-    def with_one(self: Any, *args: Any) -> None:
-        make(self, *args)
+    def with_one(self: Any, *args: Any, **keywords: Any) -> None:
+        make(self, *args, **keywords)
         self._slots = [self._slots[0]] * 2
 
     with patch.object(HostTables, "__init__", with_one):

@@ -21,12 +21,14 @@ _AXES: Mapping[str, str] = {
     "memory": "memory",
     "context": "context",
     "tensor": "tensor",
-    "tensor x context": "halo",
     "table replicas": "tables",
     "data": "dense",
 }
 _ROW_SUMS = ("memory", "table columns")
 """Axes over which sums per row of tables go (`optimizer.tables: row_wise`); nothing else is summed over them."""
+
+_OF_HALOS = "tensor x context"
+"""The axis over which hidden states look back where both cut sequences; a mixture sums its router's figures over it."""
 
 _OF_PIECES = ("table replicas", "data")
 """Axes that send each other pieces of hidden matrices (`optimizer.matrices: muon`), and nothing else in that way."""
@@ -76,13 +78,15 @@ def figures(report: RankReport, stage: StageBytes, sent: StageSent) -> Iterator[
 
 def _counted(report: RankReport) -> dict[str, float]:
     """Bytes sent by field of `StageSent`."""
-    found = dict.fromkeys((*_AXES.values(), "messages", "copies"), 0.0)
+    found = dict.fromkeys((*_AXES.values(), "halo", "messages", "copies"), 0.0)
     for call in report.collectives:
         if call.op == "all_reduce" and call.axis in _ROW_SUMS:
             found["tables"] += call.sent_bytes
         elif call.op == "all_to_all" and call.axis in _OF_PIECES:
             # Predicted on the average over ranks: those with the largest matrices exchange more.
             continue
+        elif call.op == "all_to_all" and call.axis == _OF_HALOS:
+            found["halo"] += call.sent_bytes
         elif call.axis in _AXES:
             found[_AXES[call.axis]] += call.sent_bytes
         elif call.op == "send":

@@ -44,8 +44,8 @@ def above_zero(*keys: str, **context: Any) -> list[Limit]:
     return [Limit(key, TINY, 0.0, context) for key in keys]
 
 
-def below(bound: float, *keys: str) -> list[Limit]:
-    return [Limit(key, math.nextafter(bound, -math.inf), bound, {}) for key in keys]
+def below(bound: float, *keys: str, **context: Any) -> list[Limit]:
+    return [Limit(key, math.nextafter(bound, -math.inf), bound, context) for key in keys]
 
 
 def at_most(largest: float, *keys: str, **context: Any) -> list[Limit]:
@@ -59,6 +59,7 @@ MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores":
 SPLIT: dict[str, Any] = {**MEMORY, "parallel__memory": 2}
 BALANCED: dict[str, Any] = {**MEMORY, "model__memory__key_balance_weight": 1.0}
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
+MUON: dict[str, Any] = {"optimizer__matrices": "muon"}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
@@ -167,6 +168,11 @@ LIMITS = [
     *not_negative("optimizer.pre_value_lr_multiplier", **MEMORY),
     *not_negative("optimizer.retrieval_lr", "optimizer.retrieval_weight_decay", **MEMORY),
     *at_least(0, "optimizer.value_lr_decay_tokens", **END_MULTIPLIER),
+    *above_zero("optimizer.muon_lr_multiplier", **MUON),
+    *not_negative("optimizer.muon_weight_decay", "optimizer.muon_momentum", **MUON),
+    *below(1.0, "optimizer.muon_momentum", **MUON),
+    *at_least(1, "optimizer.muon_ns_steps", **MUON),
+    *at_most(20, "optimizer.muon_ns_steps", **MUON),
     # data, and what is done on the way
     *above_zero("data.datasets.0.weight", "data.datasets.0.epochs", data__datasets__0__path="x"),
     *at_least(0, "data.seed", "data.num_workers"),
