@@ -52,7 +52,8 @@ def gather_dot_kernel(
         b = tl.load(bins + entry, mask=own, other=0)
     PER_GROUP: tl.constexpr = W // C
     products = tl.zeros([ENTRIES], SUM)
-    for start in range(0, PER_GROUP, COLUMNS):
+    # Unrolled, as a row is few tiles: a loop spills registers for capability 80 where a row is three.
+    for start in tl.static_range(0, PER_GROUP, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         in_row = columns < PER_GROUP
         at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
