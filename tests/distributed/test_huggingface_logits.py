@@ -359,3 +359,122 @@ def test_without_the_inserted_blocks_a_grown_model_is_its_base(exported: Any, na
     with torch.no_grad():
         found, expected = base.eval()(some_tokens()).logits, grown(some_tokens()).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["v2", "moe", "ultramem, skipping and overlapping", "midus"])
+def test_an_engine_makes_the_inner_model_and_brings_its_attention(exported: Any, name: str) -> None:
+    """Requests lie one behind the other in one row, without masks and caches; weights are read by the engine."""
+    folder, expected = exported(name)
+    told: list[Any] = []
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, **others: Any) -> Any:
+        told.append((module.layer_idx, mask, others["request"]))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        scores = q @ k.transpose(2, 3) * scaling
+        request, places = others["request"], torch.arange(q.shape[2])
+        seen = (request[:, None] == request) & (places[:, None] >= places)
+        return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("an engine's", attention)
+    tokens = some_tokens()
+    for memory_device in (None, "cpu"):
+        whole = load(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, memory_device=memory_device)
+        config._attn_implementation = "an engine's"
+        inner = transformers.AutoModel.from_config(config, trust_remote_code=True).eval()
+        given = whole.model.state_dict()
+        inner.load_state_dict({key: given[key] for key in given if memory_device is None or "banks" not in key})
+        told.clear()
+        with torch.no_grad():
+            (states,) = inner(
+                tokens.flatten().unsqueeze(0),
+                position_ids=torch.arange(tokens.shape[1]).repeat(len(tokens)).unsqueeze(0),
+                use_cache=False,
+                return_dict=False,
+                request=torch.arange(len(tokens)).repeat_interleave(tokens.shape[1]),
+            )
+            logits = whole.lm_head(states).view_as(expected)
+        assert [(layer, mask) for layer, mask, _ in told] == [(layer, None) for layer in range(len(inner.layers))]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_an_engine_that_takes_heads_or_blocks_away_is_refused(exported: Any) -> None:
+    model = load(exported("midus, stream and heads, LayerNorm before attention and of queries")[0])
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = torch.nn.Linear(HIDDEN, HIDDEN // 2)
+    with pytest.raises(ValueError, match="tensor-parallel size of 1"):
+        model(some_tokens())
+    model.model.layers[0] = torch.nn.Identity()
+    with pytest.raises(ValueError, match="pipeline-parallel size of 1"):
+        model(some_tokens())
+
+
+@pytest.mark.parametrize("name", ["v2", "midus"])
+def test_the_inner_model_is_loaded_alone(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
+    head = load(folder).lm_head
+    for device in (None, "cpu"):
+        inner = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True, memory_device=device).eval()
+        with torch.no_grad():
+            logits = head(inner(some_tokens()).last_hidden_state)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any) -> None:
+    folder, expected = exported("v2")
+    tokens = some_tokens()
+    positions = torch.arange(tokens.shape[1]).repeat(len(tokens)).unsqueeze(0)
+    with torch.no_grad():
+        logits = load(folder)(tokens.flatten().unsqueeze(0), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits.view_as(expected), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_attention_is_shown_where_it_is_made(exported: Any) -> None:
+    folder, expected = exported("v2")
+    with torch.no_grad():
+        out = load(folder, attn_implementation="eager")(some_tokens(), output_attentions=True)
+    torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert len(out.attentions) == BASE.num_layers
+    for weights in out.attentions:
+        assert weights.shape == (3, BASE.num_attention_heads, 16, 16)
+        assert not weights.triu(1).any()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        load(folder)(some_tokens(), output_attentions=True)
+    with pytest.raises(ValueError, match="Flash Attention"):
+        load(folder, attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exported: Any, name: str) -> None:
+    model, tokens = load(exported(name)[0]).train(), some_tokens()
+    found, calls = [], []
+    for _ in range(2):
+        model.zero_grad()
+        calls.append(0)
+
+        def count(*_: Any) -> None:
+            calls[-1] += 1
+
+        hooks = [block.self_attn.register_forward_pre_hook(count) for block in model.model.layers]
+        model(tokens, labels=tokens).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        found.append({key: weight.grad.clone() for key, weight in model.named_parameters()})
+        model.gradient_checkpointing_enable()
+    blocks = len(model.model.layers)
+    assert calls == [blocks, 2 * blocks]
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", ["v2 beside experts", "ultramem, skipping and overlapping", "peer", "midus"])
+def test_accelerate_may_leave_weights_on_disk(exported: Any, tmp_path: Path, name: str) -> None:
+    folder, expected = exported(name)
+    blocks = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(MODELS[name].num_layers)}
+    places = {"model.embed_tokens": "cpu", "model.norm": "disk", "lm_head": "cpu", "model.banks": "disk", **blocks}
+    model = load(folder, device_map=places, offload_folder=str(tmp_path))
+    assert {weight.device.type for weight in model.parameters()} == {"cpu", "meta"}
+    with torch.no_grad():
+        logits = model(some_tokens()).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

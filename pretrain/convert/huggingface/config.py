@@ -109,6 +109,7 @@ def exported_config(
         **config,
         "auto_map": {
             "AutoConfig": "configuration_megamem.MegamemConfig",
+            "AutoModel": "modeling_megamem.MegamemModel",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
         # Without these blocks, it may be a model that transformers knows.

@@ -38,6 +38,15 @@ class MegamemConfig(PreTrainedConfig):
 
     model_type = "megamem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    # Memories and routers stay whole on every rank.
+    base_model_tp_plan = {  # noqa: RUF012
+        **{f"layers.*.self_attn.{side}_proj": "colwise" for side in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        **{f"layers.*.mlp.{part}_proj": "colwise" for part in ("gate", "up")},
+        "layers.*.mlp.down_proj": "rowwise",
+        **{f"layers.*.mlp.experts.*.{part}_proj": "colwise" for part in ("gate", "up")},
+        "layers.*.mlp.experts.*.down_proj": "rowwise",
+    }
 
     vocab_size: int = 257
     hidden_size: int = 128

@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .configuration_megamem import MegamemConfig
 
 # Bound temporaries: the first stage's grid of candidates [T, H, M, M] and the rows read [T, J, V]; the scores of keys.
 _TOKENS_AT_A_TIME = 512
 _SCORES_AT_A_TIME = 2**26
+
+# `MegamemBank.forward`.
+LookUp = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
@@ -93,22 +98,44 @@ class MegamemBank(nn.Module):
     """The tables that a set of memories shares, as parameters, or in host memory outside of the module.
 
     Attributes:
-        on_host: the tables by name, where they are no parameters.
+        on_host: the tables by name, where they are no parameters: pages of the weights' files.
     """
 
-    def __init__(self, config: MegamemConfig, num_rows: int) -> None:
+    def __init__(self, config: MegamemConfig, number: int) -> None:
         super().__init__()
         self.activation, self.num_sums = config.memory["activation"], config.memory["num_sums"]
         self.names = tuple(config.memory["tables"])
+        self.config, self.number = config, number
         self.on_host: dict[str, Tensor] = {}
         if config.memory_device is None:
             for name, width in config.memory["tables"].items():
-                self.register_parameter(name, nn.Parameter(torch.empty(num_rows, width)))
+                self.register_parameter(name, nn.Parameter(torch.empty(config.memory["bank_rows"][number], width)))
+
+    def map_tables(self, folder: Any, **where: Any) -> None:
+        """Map the tables that are no parameters from the weights' files.
+
+        Args:
+            folder: with the files, or its name on the hub.
+            where: as `cached_file` takes it.
+        """
+        if self.config.memory_device is None:
+            return
+        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
+        files: dict[str, str] = {}
+        if index is not None:
+            with open(index, encoding="utf-8") as stream:
+                files = json.load(stream)["weight_map"]
+        for table in self.names:
+            name = f"model.banks.{self.number}.{table}"
+            self.on_host[table] = mapped_tensor(cached_file(folder, files.get(name, SAFE_WEIGHTS_NAME), **where), name)
 
     def _rows(self, table: str, ids: Tensor, like: Tensor) -> Tensor:
         """Rows of a table, [*ids, columns], in the dtype and on the device of `like`."""
-        if table not in self.on_host:
+        if self.config.memory_device is None:
             return F.embedding(ids, self.get_parameter(table))
+        if not self.on_host:
+            # An engine made the model from its configuration alone, and reads the other weights by itself.
+            self.map_tables(self.config.name_or_path)
         wanted, places = ids.unique(return_inverse=True)
         return self.on_host[table][wanted.cpu()].to(like.device, like.dtype)[places]
 
@@ -129,6 +156,17 @@ class MegamemBank(nn.Module):
             return torch.einsum("tjc,tjcd->tcd", scores, values).flatten(1)
         member = F.one_hot(sums, self.num_sums).to(values.dtype)
         return torch.einsum("tjb,tjcd->tbcd", member, scores.unsqueeze(3) * values).flatten(1)
+
+
+class Banks:
+    """The banks, for blocks: no module, which accelerate would move to where each block is."""
+
+    def __init__(self, modules: nn.ModuleDict) -> None:
+        self._banks = modules
+
+    def __getitem__(self, number: int) -> LookUp:
+        """The bank's `forward` with its hooks."""
+        return self._banks[str(number)].__call__
 
 
 class MegamemMemory(nn.Module):
@@ -175,14 +213,14 @@ class MegamemMemory(nn.Module):
         self.num_keys = layer["weights"]["keys"][1 if config.memory["scoring"] == "rows" else 2]
         self.shuffle = None if keys is None else Shuffle(self.num_keys, keys)
 
-    def forward(self, hidden: Tensor, bank: MegamemBank) -> Tensor:
-        """The memory's output [b, s, D] for what it is given, [b, s, D]."""
+    def forward(self, hidden: Tensor, look_up: LookUp) -> Tensor:
+        """The memory's output [b, s, D] for what it is given, [b, s, D], and what its bank computes."""
         scores_of_token = self.keys.numel() // self.keys.shape[-1]
         tokens = max(1, min(_TOKENS_AT_A_TIME, _SCORES_AT_A_TIME // scores_of_token))
-        parts = [self._read(x, bank) for x in hidden.flatten(0, 1).split(tokens)]
+        parts = [self._read(x, look_up) for x in hidden.flatten(0, 1).split(tokens)]
         return torch.cat(parts).view_as(hidden)
 
-    def _read(self, x: Tensor, bank: MegamemBank) -> Tensor:
+    def _read(self, x: Tensor, look_up: LookUp) -> Tensor:
         """[T, D] of [T, D]."""
         match self.memory["scoring"]:
             case "tucker":
@@ -192,8 +230,8 @@ class MegamemMemory(nn.Module):
             case _:
                 entries, scores = self._retrieve(x)
         rows, sums = self._locate(entries.flatten(1))
-        values = bank(rows, scores.flatten(1, 2).to(x.dtype), self._pre_input(x, bank), sums)
-        return self._project(values, x)
+        values = look_up(rows, scores.flatten(1, 2).to(x.dtype), self._pre_input(x), sums)
+        return self._project(values.to(x.device), x)
 
     def _weight(self, name: str | None) -> Tensor | None:
         """A weight that only some memories have."""
@@ -290,9 +328,9 @@ class MegamemMemory(nn.Module):
             return rows, heads.repeat_interleave(self.memory["top_k"]).expand_as(rows)
         return rows, entries // num_rows if self.memory["num_sums"] > 1 else None
 
-    def _pre_input(self, x: Tensor, bank: MegamemBank) -> Tensor | None:
+    def _pre_input(self, x: Tensor) -> Tensor | None:
         """Input that pre-values are multiplied with, [T, P]: the projected input, or the input itself."""
-        if "pre_values" not in bank.names:
+        if "pre_values" not in self.memory["tables"]:
             return None
         return x if self._weight("pre_value_proj") is None else self._linear(x, "pre_value_proj")
 

@@ -5,7 +5,7 @@ Legend: b sequences, s tokens of each, D hidden size, d width of a head.
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import cached_file, can_return_tuple
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
 
 from .configuration_megamem import MegamemConfig
-from .memory_megamem import MegamemBank, MegamemMemory, mapped_tensor, rms_normalise
+from .memory_megamem import Banks, MegamemBank, MegamemMemory, rms_normalise
 
 
 class MegamemRMSNorm(nn.Module):
@@ -66,41 +69,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class Visible:
-    """Positions that each token of a forward pass may attend to."""
-
-    def __init__(self, attention_mask: Tensor | None, tokens: Tensor, cache: Cache | None) -> None:
-        """
-        Args:
-            attention_mask: [b, keys], 0 at padding; or already [b, 1, s, keys].
-            tokens: [b, s, D].
-            cache: before it is updated.
-        """
-        self.before = 0 if cache is None else int(cache.get_seq_length())
-        self.batch, self.size, self.device = tokens.shape[0], tokens.shape[1], tokens.device
-        self.ready = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
-        padded = attention_mask is not None and self.ready is None and not bool(attention_mask.all())
-        self.present = attention_mask if padded else None
-
-    def mask(self, num_keys: int) -> Tensor | None:
-        """[b, 1, s, keys] for so many keys; None where a token sees all that is before it in its sequence and itself.
-
-        Made once: every block has as many keys.
-        """
-        if self.ready is not None:
-            return self.ready
-        whole = num_keys == self.before + self.size and (self.before == 0 or self.size == 1)
-        if self.present is None and whole:
-            return None
-        keys = torch.arange(num_keys, device=self.device)
-        places = torch.arange(self.before, self.before + self.size, device=self.device).unsqueeze(1)
-        seen = (keys <= places).expand(self.batch, 1, self.size, num_keys)
-        if self.present is not None:
-            present = F.pad(self.present.bool(), (0, num_keys - self.present.shape[1]))
-            # Padding that saw nothing would be a mean over no values: it sees itself, and nobody reads it.
-            seen = seen & (present[:, None, None] | (keys == places))
-        self.ready = seen
-        return seen
+def eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention step by step, [b, s, heads, d], and its weights [b, heads, s, keys]; the mask is added to the scores."""
+    key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
+    scores = query @ key.transpose(2, 3) * options["scaling"]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights
 
 
 class MegamemAttention(nn.Module):
@@ -108,7 +86,9 @@ class MegamemAttention(nn.Module):
 
     def __init__(self, config: MegamemConfig, layer_idx: int, *, projects: bool) -> None:
         super().__init__()
-        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.scaling, self.is_causal = config.head_dim**-0.5, True
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
@@ -117,21 +97,28 @@ class MegamemAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False) if projects else nn.Identity()
         self.q_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.grouped = config.num_key_value_heads < config.num_attention_heads
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
-        """[b, s, D] of [b, s, D]."""
-        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q).transpose(1, 2), *rotation)
-        k = rotate(self.k_norm(k).transpose(1, 2), *rotation)
-        v = v.transpose(1, 2)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        mask = visible.mask(k.shape[2])
-        # Without a mask one token sees the whole cache, or nothing is before the sequence.
-        causal = mask is None and q.shape[2] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[b, s, D] of [b, s, D], and attention's weights where its implementation has them."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q = rotate(self.q_norm(q).transpose(1, 2), *position_embeddings)
+        k = rotate(self.k_norm(k).transpose(1, 2), *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        # Engines look for this name and this call, and put their own attention there.
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention_interface(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
 
 
 class MegamemMLP(nn.Module):
@@ -149,6 +136,18 @@ class MegamemMLP(nn.Module):
         return self.down_proj(inner if weight is None else (inner * weight).to(x.dtype))
 
 
+class MegamemRouter(nn.Module):
+    """Scores of experts, in at least fp32. No linear layer: engines compute those in the model's dtype."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+
 class MegamemExperts(nn.Module):
     """A mixture of experts: each token passes the `top_k` that its router weights most."""
 
@@ -156,7 +155,7 @@ class MegamemExperts(nn.Module):
         super().__init__()
         moe = config.moe
         self.top_k, self.renormalise = moe["top_k"], moe["renormalise"]
-        self.gate = nn.Linear(config.hidden_size, moe["num_experts"], bias=False)
+        self.gate = MegamemRouter(config.hidden_size, moe["num_experts"])
         self.experts = nn.ModuleList(
             MegamemMLP(config.hidden_size, moe["intermediate_size"]) for _ in range(moe["num_experts"])
         )
@@ -164,8 +163,7 @@ class MegamemExperts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, s, D] of [b, s, D]; routed in fp32."""
         x = hidden.flatten(0, 1)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.gate.weight.to(wide))
+        logits = self.gate(x)
         if self.renormalise:
             best, chosen = logits.topk(self.top_k, dim=-1)
             weights = best.softmax(-1)
@@ -179,7 +177,7 @@ class MegamemExperts(nn.Module):
         return out.view_as(hidden)
 
 
-class MegamemBlock(nn.Module):
+class MegamemBlock(GradientCheckpointingLayer):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
     An inserted block is h + memory of what attention says, or of h and that, and nothing else.
@@ -201,41 +199,35 @@ class MegamemBlock(nn.Module):
             dense = config.moe is None
             self.mlp = MegamemMLP(config.hidden_size, config.intermediate_size) if dense else MegamemExperts(config)
         self.memory = None if here is None else MegamemMemory(config, here)
+        self.is_added_later = here is not None and here["added_after"] > layer_idx
         self.layer_idx = layer_idx
 
-    def forward(
-        self,
-        h: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        visible: Visible,
-        cache: Cache | None,
-        banks: nn.ModuleDict,
-        waiting: dict[int, list[Tensor]],
-    ) -> Tensor:
-        """The residual stream [b, s, D] after the block.
+    def forward(self, h: Tensor, banks: Banks, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The residual stream [b, s, D] after the block; a memory's output that is added later; attention's weights.
 
         Args:
-            waiting: outputs of memories by the block after which they are added; this block takes and puts.
+            kwargs: for attention.
         """
-        attended = self.self_attn(self.input_layernorm(h), rotation, visible, cache)
+        attended, weights = self.self_attn(self.input_layernorm(h), **kwargs)
         if self.inserted and self.memory is not None:
+            if attended.shape != h.shape:
+                raise ValueError(
+                    f"block {self.layer_idx}: the memory reads all heads of attention, and tensor parallelism split "
+                    "them: run this model with a tensor-parallel size of 1"
+                )
             given = h + attended if self.slot in ("inserted", "stream_and_heads") else attended
-            return h + self.memory(given, banks[str(self.memory.layer["bank"])])
+            return h + self.memory(given, banks[self.memory.layer["bank"]]), None, weights
         h = h + attended
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
-        later = self.layer_idx
+        later = None
         if self.memory is not None:
-            later = self.memory.layer["added_after"]
-            output = self.memory(normal, banks[str(self.memory.layer["bank"])])
-            if later > self.layer_idx:
-                waiting.setdefault(later, []).append(output)
+            output = self.memory(normal, banks[self.memory.layer["bank"]])
+            if self.is_added_later:
+                later = output
             else:
                 outputs.append(output)
-        h = h + sum(outputs[1:], outputs[0])
-        for output in waiting.pop(self.layer_idx, []):
-            h = h + output
-        return h
+        return h + sum(outputs[1:], outputs[0]), later, weights
 
 
 class MegamemPreTrainedModel(PreTrainedModel):
@@ -243,19 +235,44 @@ class MegamemPreTrainedModel(PreTrainedModel):
 
     config_class = MegamemConfig
     base_model_prefix = "model"
-    _no_split_modules = ["MegamemBlock"]  # noqa: RUF012
+    _no_split_modules = ["MegamemBlock", "MegamemBank"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = [r"memory\.u$", r"memory\.v$"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: MegamemConfig) -> None:
+        super().__init__(config)
+        if config.memory_device is not None:
+            self._keys_to_ignore_on_load_unexpected = [r"^(model\.)?banks\."]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """See transformers. With `memory_device="cpu"` the tables stay in their files, mapped into memory."""
+        keys = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+        where = {key: kwargs[key] for key in keys if kwargs.get(key) is not None}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            if isinstance(module, MegamemBank):
+                module.map_tables(pretrained_model_name_or_path, **where)
+        return loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that no file has: for models that are made from a configuration."""
         super()._init_weights(module)
-        if isinstance(module, MegamemMemory | MegamemBank):
+        if isinstance(module, MegamemMemory | MegamemBank | MegamemRouter):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     parameter.normal_(0.0, self.config.initializer_range)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """See transformers; not of a model without its tables."""
+        if self.config.memory_device is not None:
+            raise ValueError("the tables of this model stayed in its folder (memory_device is set): copy the folder")
+        super().save_pretrained(*args, **kwargs)
 
 
 class MegamemModel(MegamemPreTrainedModel):
@@ -266,10 +283,13 @@ class MegamemModel(MegamemPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MegamemBlock(config, number) for number in range(config.num_hidden_layers))
         self.norm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
+        layers = config.memory["layers"] if config.memory is not None else []
+        self.added_after = {layer["block"]: layer["added_after"] for layer in layers}
         bank_rows = config.memory["bank_rows"] if config.memory is not None else []
-        self.banks = nn.ModuleDict({str(number): MegamemBank(config, rows) for number, rows in enumerate(bank_rows)})
+        self.banks = nn.ModuleDict({str(number): MegamemBank(config, number) for number in range(len(bank_rows))})
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -278,84 +298,83 @@ class MegamemModel(MegamemPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **unused: Any,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states [b, s, D] of `input_ids` [b, s], and the cache with theirs."""
+        """Hidden states [b, s, D] of `input_ids` [b, s], and the cache with theirs.
+
+        Args:
+            attention_mask: [b, tokens in the cache and here], 0 at padding; or as attention takes it, [b, 1, s, keys].
+            position_ids: [b, s]. Without a mask and a cache, documents that begin at 0 do not see each other.
+            kwargs: for attention.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if not all(isinstance(block, MegamemBlock) for block in self.layers):
+            raise ValueError(
+                "pipeline stages took blocks away, and blocks read banks that they share: run this model with a "
+                "pipeline-parallel size of 1"
+            )
+        config = self.config
+        with_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if with_attentions and config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions: attn_implementation is {config._attn_implementation!r}, which does not make them; "
+                "load the model with attn_implementation='eager'"
+            )
         h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+            past_key_values = DynamicCache(config=config)
         if position_ids is None:
             before = 0 if past_key_values is None else int(past_key_values.get_seq_length())
             position_ids = torch.arange(before, before + h.shape[1], device=h.device).unsqueeze(0)
-        visible = Visible(attention_mask, h, past_key_values)
-        rotation = rotations(position_ids, self.config, h.dtype)
-        waiting: dict[int, list[Tensor]] = {}
-        states = [h]
-        for block in self.layers:
-            h = block(h, rotation, visible, past_key_values, self.banks, waiting)
+        mask = create_causal_mask(
+            config=config,
+            inputs_embeds=h,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        given = {
+            "position_embeddings": rotations(position_ids, config, h.dtype),
+            "attention_mask": mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+            **kwargs,
+        }
+        banks, waiting = Banks(self.banks), defaultdict[int, list[Tensor]](list)
+        states, attentions = [h], []
+        for number, block in enumerate(self.layers):
+            h, later, weights = block(h, banks, **given)
+            if later is not None:
+                waiting[self.added_after[number]].append(later)
+            for output in waiting.pop(number, []):
+                h = h + output.to(h.device)
             states.append(h)
+            attentions.append(weights)
         h = states[-1] = self.norm(h)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=h,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(states) if wanted else None,
+            hidden_states=tuple(states) if with_states else None,
+            attentions=tuple(attentions) if with_attentions else None,
         )
 
 
 class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
     """The model with its output projection."""
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: MegamemConfig) -> None:
         super().__init__(config)
         self.model = MegamemModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.memory_device is not None:
-            self._keys_to_ignore_on_load_unexpected = [r"^model\.banks\."]
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """See transformers. With `memory_device="cpu"` the tables stay in their files, mapped into memory."""
-        where = {
-            key: kwargs[key]
-            for key in ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-            if kwargs.get(key) is not None
-        }
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if model.config.memory_device is not None:
-            model._map_tables(pretrained_model_name_or_path, where)
-        return loaded
-
-    def _map_tables(self, folder: Any, where: dict[str, Any]) -> None:
-        """Give every bank its tables as tensors that are pages of the weights' files."""
-
-        def file(name: str, **options: Any) -> Any:
-            return cached_file(folder, name, **where, **options)
-
-        index = file("model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-        names: dict[str, str] = {}
-        if index is not None:
-            with open(index, encoding="utf-8") as stream:
-                names = json.load(stream)["weight_map"]
-        banks: dict[str, Any] = dict(self.model.banks)
-        for number, bank in banks.items():
-            for table in bank.names:
-                key = f"model.banks.{number}.{table}"
-                bank.on_host[table] = mapped_tensor(file(names.get(key, "model.safetensors")), key)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers; not of a model without its tables."""
-        if self.config.memory_device is not None:
-            raise ValueError("the tables of this model stayed in its folder (memory_device is set): copy the folder")
-        super().save_pretrained(*args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -383,7 +402,8 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=kwargs.pop("output_hidden_states", None),
+            return_dict=True,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -391,5 +411,9 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
