@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from megamem.config import ModelConfig
@@ -64,17 +66,18 @@ PLAIN = BlockPlan()
 """A block without a memory."""
 
 
+@lru_cache(maxsize=64)
 def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """The blocks in which a memory reads, by their numbers from 0; all others are `PLAIN`."""
     memory = model.memory
     if memory is None:
-        return {}
+        return MappingProxyType({})
     plans = {}
     for index, span in enumerate(model.memory_spans):
         slot = memory.slot_of(span)
         has_layer_norm = slot.is_inserted and memory.placement.norm == "layer"
         plans[span.read] = BlockPlan(slot, index, has_layer_norm, memory.reads_once)
-    return plans
+    return MappingProxyType(plans)
 
 
 def reads_beside_ffn(model: ModelConfig) -> bool:

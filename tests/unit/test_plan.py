@@ -121,12 +121,13 @@ def test_passes_in_flight_are_those_of_the_schedules(pipeline: int, virtual: int
     assert [in_flight(config, rank, division) for rank in range(pipeline)] == flights
 
 
-def test_parts_of_rows_are_those_of_the_file() -> None:
-    config = load_config(LARGE, ["parallel.memory=8", "parallel.memory_rows=4"])
-    layouts = [layout.parallel for layout in possible_layouts(config, 64, H100)]
-    assert {layout.memory_rows for layout in layouts} == {4}
-    assert {layout.memory for layout in layouts} == {4, 8, 16, 32, 64}
-    assert {layout.parallel.memory_rows for layout in possible_layouts(load_config(LARGE), 64, H100)} == {1}
+def test_rows_of_tables_are_cut_in_parts_where_they_can_be() -> None:
+    config = load_config(LARGE, ["parallel.memory=8", "parallel.memory_rows=8"])
+    found = {(layout.parallel.memory, layout.parallel.memory_rows) for layout in possible_layouts(config, 64, H100)}
+    assert found == {(group, rows) for group in (1, 2, 4, 8, 16, 32, 64) for rows in (1, 2, 4, 8) if group % rows == 0}
+    # Rows that are read as often as their tokens come are never cut.
+    of_tokens = load_config(REPOSITORY / "configs" / "move" / "d12_x1.yaml")
+    assert {layout.parallel.memory_rows for layout in possible_layouts(of_tokens, 64, H100)} == {1}
 
 
 def test_layouts_keep_to_the_rules_and_differ() -> None:

@@ -242,6 +242,7 @@ def _layout(each: Estimate, num_gpus: int, *, group: bool = True) -> str:
     words = [f"{name} {size}" for name, size in axes.items() if size > 1]
     words += [f"DP {Division.of(each.config, num_gpus).replicas}"]
     words += [f"G {layout.memory}"] if group else []
+    words += [f"R {layout.memory_rows}"] if layout.memory_rows > 1 else []
     words += [f"mb {train.micro_batch_size}"]
     words += [f"recompute {train.recompute}"] if train.recompute != "none" else []
     words += ["tables on the host"] if each.config.optimizer.value_offload == "cpu" else []

@@ -11,8 +11,24 @@ from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin,
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions
 
-_HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
-_WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)
+_HEAD = (
+    "TP",
+    "PP",
+    "VP",
+    "CP",
+    "DP",
+    "G",
+    "R",
+    "micro",
+    "recompute",
+    "offload",
+    "GB",
+    "s/step",
+    "tokens/s",
+    "MFU",
+    "days",
+)
+_WIDTHS = (4, 4, 4, 4, 6, 5, 3, 6, 10, 8, 7, 8, 12, 7, 7)
 
 
 def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[str]:
@@ -30,6 +46,7 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
             layout.context,
             Division.of(each.config, num_gpus).replicas,
             layout.memory,
+            layout.memory_rows,
             train.micro_batch_size,
             train.recompute,
             each.config.optimizer.value_offload,

@@ -18,6 +18,8 @@ from pretrain.planning.costs.timing import StepTime, step_time
 
 _LONG_SEQUENCE_TOKENS = 16_384
 _MICRO_BATCHES = (1, 2, 4, 8)
+# More parts of rows move less still, but the fullest part's share of skewed reads grows with their number.
+_ROW_PARTS = (1, 2, 4)
 _MOST_VIRTUAL = 8
 
 
@@ -74,6 +76,8 @@ class Estimate:
             "train.micro_batch_size": train.micro_batch_size,
             "train.recompute": train.recompute,
         }
+        if layout.memory > 1 and self.config.model.memory is not None:
+            keys["parallel.memory_rows"] = layout.memory_rows
         if layout.pipeline > 1:
             keys["parallel.virtual_pipeline"] = layout.virtual_pipeline
             keys["parallel.pipeline_layout"] = layout.pipeline_layout
@@ -97,10 +101,7 @@ def estimates_of(layout: RunConfig, num_ranks: int, hardware: Hardware) -> list[
 
 
 def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> Iterator[RunConfig]:
-    """The configuration with every division of the model over `num_ranks` that it can have.
-
-    Parts of the rows of tables are those of the configuration: groups of fewer ranks are left out.
-    """
+    """The configuration with every division of the model over `num_ranks` that it can have."""
     layers = config.model.num_layers
     contexts = [1, 2, 4, 8] if config.train.sequence_length >= _LONG_SEQUENCE_TOKENS else [config.parallel.context]
     has_tables = config.model.memory is not None or config.model.moe is not None
@@ -124,11 +125,19 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
                     )
                     if next(layout_problems(replace(config, parallel=layout), num_ranks), None) is not None:
                         continue
-                    for memory in _divisors(num_ranks // pipeline) if has_tables else [1]:
-                        rows = config.parallel.memory_rows
-                        split = replace(config, parallel=replace(layout, memory=memory, memory_rows=rows))
+                    for memory, row_parts in (
+                        _splits_of_tables(config, num_ranks // pipeline) if has_tables else [(1, 1)]
+                    ):
+                        split = replace(config, parallel=replace(layout, memory=memory, memory_rows=row_parts))
                         if next(layout_problems(split, num_ranks), None) is None:
                             yield split
+
+
+def _splits_of_tables(config: RunConfig, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """Sizes of the memory group on a stage's ranks, each with the parts that rows of tables are cut in."""
+    parts = sorted({*_ROW_PARTS, config.parallel.memory_rows}) if config.model.memory is not None else [1]
+    for memory in _divisors(num_ranks):
+        yield from ((memory, number) for number in parts if memory % number == 0)
 
 
 def _variants(config: RunConfig) -> Iterator[RunConfig]:

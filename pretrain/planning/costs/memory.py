@@ -522,5 +522,5 @@ def _total(parts: Mapping[MemoryPart, float]) -> float:
 
 
 def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:
-    keys = [part for part in MemoryPart if any(part in each for each in parts)]
-    return {part: sum(each.get(part, 0.0) for each in parts) for part in keys}
+    found = {part for each in parts for part in each}
+    return {part: sum(each.get(part, 0.0) for each in parts) for part in MemoryPart if part in found}
