@@ -14,8 +14,8 @@ SAMPLE ?= 60
 SEED ?= 1
 # Sequences of 4096 tokens per step, of models timed on one GPU.
 BENCH_BATCH ?= 8
-# Processes that share the tests: one more than cores, as those of Slurm mostly wait.
-WORKERS ?= 3
+# Processes that share the tests: two more than cores, as those of Slurm mostly wait, and ranks wait for each other.
+WORKERS ?= 4
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -80,7 +80,11 @@ def fitting(kernels: Kernels, shape: Shape) -> Shape:
     """The shape with two tokens for Triton's interpreter, which takes 20 ms per entry; its kernels make no chunks of
     tokens.
     """
-    return replace(shape, tokens=min(shape.tokens, 2)) if kernels.implementations["gather_sum"] == "triton" else shape
+    return replace(shape, tokens=min(shape.tokens, 2)) if is_interpreted(kernels) else shape
+
+
+def is_interpreted(kernels: Kernels) -> bool:
+    return kernels.implementations["gather_sum"] == "triton"
 
 
 def draw(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
@@ -297,6 +301,8 @@ OTHERS = [
     Shape(rows=7, tokens=3, reads=30, groups=2, width=258),
 ]
 
+INTERPRETED = ((OTHERS[0], torch.bfloat16, 3), (OTHERS[0], torch.float32, 1), (OTHERS[3], torch.float32, 3))
+
 
 @pytest.mark.parametrize("num_bins", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -305,6 +311,8 @@ def test_entries_of_rows_that_others_hold_are_passed_over(
     kernels: Kernels, shape: Shape, dtype: torch.dtype, num_bins: int
 ) -> None:
     """To the bit what masks would make of them, whatever their coefficients are; likewise by the twins."""
+    if is_interpreted(kernels) and (shape, dtype, num_bins) not in INTERPRETED:
+        pytest.skip("Triton's interpreter takes seconds: a shape of each kind does")
     c = draw(fitting(kernels, shape), dtype)
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(-shape.rows, 2 * shape.rows, c.ids.shape, generator=g, dtype=torch.int32)
