@@ -41,6 +41,7 @@ class OpenedCheckpoint:
         saved: what else a checkpoint of ours holds.
         tokenizer: its own, if it has one.
         notes: what tells it from another one of the same source besides its configuration, in words by title.
+        sums: SHA-256 of its files by name, where somebody wrote them down beside them; a checkpoint of ours has its own.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class OpenedCheckpoint:
     saved: SavedState | None = None
     tokenizer: Tokenizer | None = None
     notes: Mapping[str, str] | None = None
+    sums: Mapping[str, str] | None = None
 
     @property
     def weights(self) -> list[str]:

@@ -11,6 +11,7 @@ from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.convert.compare import Counter, nonfinite_tensors
 from pretrain.convert.convert import Resources
 from pretrain.convert.format import OpenedCheckpoint
+from pretrain.convert.huggingface.sums import changed_files
 from pretrain.errors import CheckpointError
 
 
@@ -32,6 +33,9 @@ def problems_of(
         total = sum(file.num_bytes for file in checkpoint.saved.files.values())
         problems += damaged_files(checkpoint.path, on_bytes=Counter(on_start("hash", total)))
         problems += _misplaced_parts(checkpoint)
+    if checkpoint.sums is not None:
+        total = sum(path.stat().st_size for name in checkpoint.sums if (path := checkpoint.path / name).is_file())
+        problems += changed_files(checkpoint.path, checkpoint.sums, Counter(on_start("hash", total)))
     if problems:
         # Further problems would follow from these.
         return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,30 @@ def convert(megamem: Megamem, *args: object) -> str:
     return result.output
 
 
+def test_every_flip_in_an_exported_folder_is_found(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "exported"
+    convert(megamem, saved_run, exported, "--format", "huggingface", "--max-file-size", "64KiB")
+    sums = exported / "SHA256SUMS"
+    subprocess.run(["sha256sum", "--check", "--strict", sums.name], cwd=exported, check=True, capture_output=True)
+    names = sorted(path.name for path in exported.iterdir())
+    assert [line.split("  ")[1] for line in sums.read_text().splitlines()] == [
+        name for name in names if name != sums.name
+    ]
+    assert len(names) > 10
+    for name in names:
+        path = exported / name
+        whole = path.read_bytes()
+        # In a tensor file, of a tensor; in the others, whatever is there.
+        path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        result = megamem("checkpoint", "verify", exported)
+        assert result.code in (3, 4), (name, result.output)
+        assert name == sums.name or name in result.output
+        path.write_bytes(whole)
+    (exported / "README.md").unlink()
+    result = megamem("checkpoint", "verify", exported)
+    assert (result.code, "README.md cannot be read" in result.output) == (4, True)
+
+
 def test_a_memory_model_goes_to_hugging_face_and_back(
     megamem: Megamem, saved_run: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -50,6 +75,7 @@ def test_a_memory_model_goes_to_hugging_face_and_back(
         each.name for each in exported.iterdir()
     }
     assert (exported / "model.safetensors.index.json").is_file()
+    assert "is whole" in megamem("checkpoint", "verify", exported).output
     output = convert(megamem, exported, back)
     assert "without optimizer state" not in output
     # The padding of the vocabulary is not exported: its rows are zeros here.

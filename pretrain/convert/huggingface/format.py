@@ -13,6 +13,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.huggingface.card import figures_of
 from pretrain.convert.huggingface.folder import CONFIG_FILE, exported_tensors, open_folder, write_small_files
+from pretrain.convert.huggingface.sums import read_sums, write_sums
 from pretrain.convert.names import HUGGINGFACE
 from pretrain.errors import CheckpointError
 from pretrain.run.folder import RunFolder
@@ -31,7 +32,8 @@ class HuggingFaceFormat:
         imported = open_folder(path)
         own = imported.config
         named = replace(own, name=path.absolute().name) if own.name == RunConfig().name else own
-        return OpenedCheckpoint(path, self.name, imported.tensors, named, tokenizer=imported.tokenizer)
+        tensors, tokenizer = imported.tensors, imported.tokenizer
+        return OpenedCheckpoint(path, self.name, tensors, named, tokenizer=tokenizer, sums=read_sums(path))
 
     def convert(self, source: OpenedCheckpoint, target: Target) -> HuggingFaceConversion:
         return HuggingFaceConversion(source, target)
@@ -62,6 +64,7 @@ class HuggingFaceConversion:
             vocab_size=source.vocab_size,
             figures=figures_of(source.state, metrics),
         )
+        write_sums(folder)
 
     def reopen(self, folder: Path) -> TensorReader:
         return open_safetensors(folder)
