@@ -85,7 +85,7 @@ test-more:  ## what make test leaves out: kernels built for every generation of 
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
 	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 MEGAMEM_COSTLY=1 MEGAMEM_VLLM_PYTHON=$(wildcard $(abspath $(SERVE_VENV))/bin/python) "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed or lm_eval or engine or (promises and (ultramem/1b_7b or 2.5b_25b))" \
 	  tests/integration/test_stages.py tests/unit/test_kernel_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py \
-	  tests/integration/test_huggingface_folder.py tests/unit/test_initialisation_of_configs.py tests/distributed/test_serving_engine.py
+	  tests/integration/test_huggingface_folder.py tests/unit/test_initialisation_of_configs.py tests/distributed/test_serving_engine.py tests/integration/test_serve.py
 
 test-ranks:  ## a short quickstart and tests that start ranks, for another interpreter or build of torch, as in PYTHON=python3.12 VENV=.venv-312
 	@$(MAKE) --no-print-directory quickstart RUN=runs/short-$(notdir $(VENV)) OVERRIDES="train.num_steps=60 checkpoint.every_steps=50"
@@ -101,7 +101,7 @@ serve-check:  ## exported models in vLLM beside the trained ones: 32 requests at
 	  "$(SERVE_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -r requirements/serve.txt; \
 	  "$(SERVE_VENV)/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
-	MEGAMEM_VLLM_PYTHON="$(abspath $(SERVE_VENV))/bin/python" "$(BIN)/python" -m pytest tests/distributed/test_serving_engine.py
+	MEGAMEM_VLLM_PYTHON="$(abspath $(SERVE_VENV))/bin/python" "$(BIN)/python" -m pytest tests/distributed/test_serving_engine.py tests/integration/test_serve.py
 
 check-plan:  ## of every configuration, dry-run as on a GPU: what megamem plan predicts, beside what is counted; what passes between host and GPU in every command, beside its budget
 	@$(INSTALL) $(TEST_EXTRAS)

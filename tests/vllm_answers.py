@@ -16,7 +16,8 @@ from typing import Any
 
 # Read when vLLM is imported. One process: this one's standard output has the reason of whatever fails.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Ranks of tensor parallelism share the machine's cores.
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def answers(job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ COMMAND_MODULES = (
     "tools.data",
     "tools.evaluate",
     "tools.generate",
+    "tools.serve",
     "tools.tables",
     "tools.checkpoint.command",
     "tools.upscale",

@@ -66,6 +66,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {**SHORT_BLOCKS, "enable_prefix_caching": False}) for name in MODELS},
     "v2, chunks and prefixes": ("v2", CHUNKED),
     "ultramem, chunks and prefixes": ("ultramem", CHUNKED),
+    "v2 beside experts, tensor parallelism": (
+        "v2, permutation, beside experts, untied",
+        {**SHORT_BLOCKS, "tensor_parallel_size": 2},
+    ),
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": {"memory_device": "cpu"}}),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Megamem
+from engine_stand_in import engine_stand_in
 from refused_disk import make_full, make_read_only, own_mounts
 
 from tests.every_command import commands_of
@@ -37,6 +38,7 @@ WRITERS: dict[str, str] = {
     "study analyse collapse": "{place}/run --nproc 1",
     "tables": "{place}/run --form int8 --output {place}/made",
     "checkpoint convert": "{place}/run {place}/made",
+    "serve": "{place}/run --python {engine}",
     "upscale": "{place}/run --blocks 1 --insert llama-pro --output {place}/made",
     "plot": "{place}/run",
     "report": "{place}/run",
@@ -126,6 +128,7 @@ def words(tmp_path_factory: pytest.TempPathFactory, place: Path, corpus: Path, c
         "texts": folder / "texts",
         "images": folder / "images.npz",
         "repository": REPOSITORY,
+        "engine": engine_stand_in(folder / "engine", "vllm")[0],
     }
 
 

@@ -18,7 +18,8 @@ from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+"""By the name that a person gives; None: as they are."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     target = Target(
         layout=layout,
         with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
-        dtype=_DTYPES[args.dtype],
+        dtype=DTYPES[args.dtype],
         max_file_bytes=args.max_file_size,
     )
     print(f"{source.path} ({source.format_name}) -> {args.destination} ({kind.name})", flush=True)

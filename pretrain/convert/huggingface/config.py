@@ -22,6 +22,12 @@ from pretrain.convert.huggingface.rope import imported_base, imported_scaling, r
 from pretrain.errors import CheckpointError, ConfigError
 
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
+AUTO_MAP = {
+    "AutoConfig": "configuration_megamem.MegamemConfig",
+    "AutoModel": "modeling_megamem.MegamemModel",
+    "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
+}
+"""Classes in the code that goes with `OWN`, as `config.json` names them."""
 _MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
 
 # Weights of `remote_code/memory_megamem.py`: those that it needs, and those that there may be besides.
@@ -107,11 +113,7 @@ def exported_config(
         }
     return {
         **config,
-        "auto_map": {
-            "AutoConfig": "configuration_megamem.MegamemConfig",
-            "AutoModel": "modeling_megamem.MegamemModel",
-            "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
-        },
+        "auto_map": AUTO_MAP,
         # Without these blocks, it may be a model that transformers knows.
         **({"backbone": _backbone(model)} if inserted_blocks(model) else {}),
         "qk_norm": model.qk_norm,

@@ -16,7 +16,7 @@ from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures, model_card
-from pretrain.convert.huggingface.config import OWN, architecture_of, exported_config, imported_config
+from pretrain.convert.huggingface.config import AUTO_MAP, OWN, architecture_of, exported_config, imported_config
 from pretrain.convert.huggingface.names import exported_memory, pairs
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import Tokenizer
@@ -88,6 +88,28 @@ def write_small_files(
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
 
 
+def changed_code(folder: Path) -> list[str] | None:
+    """Files of code of a folder that are not those that an export writes today; None: the model needs no code.
+
+    Raises:
+        CheckpointError: its configuration cannot be read.
+    """
+    named = _read_config(folder / CONFIG_FILE).get("auto_map")
+    if named is None:
+        return None
+    ours = Path(__file__).parent / "remote_code"
+    names = {path.name for path in folder.glob("*.py")} | set(_REMOTE_CODE)
+    # It may name code that is elsewhere.
+    config = [] if named == AUTO_MAP else [CONFIG_FILE]
+    return config + sorted(
+        name
+        for name in names
+        if name not in _REMOTE_CODE
+        or not (folder / name).is_file()
+        or (folder / name).read_bytes() != (ours / name).read_bytes()
+    )
+
+
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -120,14 +142,7 @@ def open_folder(folder: Path) -> Imported:
         DataError: its tokenizer cannot be used.
     """
     path = folder / CONFIG_FILE
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no mapping")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): give a folder of Hugging Face's format") from error
+    content = _read_config(path)
     config = imported_config(content, str(path))
     model = config.model
     assert model.vocab_size is not None
@@ -138,6 +153,19 @@ def open_folder(folder: Path) -> Imported:
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
     _check_all_used(model, source.tensors, shapes_of(pair.theirs for pair in found), path)
     return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The content of a `config.json`."""
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): give a folder of Hugging Face's format") from error
+    return content
 
 
 def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:

@@ -1,0 +1,148 @@
+"""`megamem serve`: the folder that it makes and the server that it becomes; requests over a socket, where an engine is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import TINY, Megamem
+from engine_stand_in import engine_stand_in
+
+SERVING = ("transformers", "fastapi", "uvicorn", "openai", "accelerate")
+ENGINE = os.environ.get("MEGAMEM_VLLM_PYTHON")
+PROMPT = "import os\n"
+
+
+def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / "exported" / "step_00000006"
+    shutil.copytree(saved_run, run)
+    python, log = engine_stand_in(tmp_path / "both", "vllm", *SERVING)
+    options = ("--python", python, "--port", 9000)
+    first = megamem("serve", run, *options, "--options=--max-num-seqs 4")
+    assert first.code == 7, first.output
+    assert "exported: " in first.output
+    assert "http://127.0.0.1:9000/v1" in first.output
+    called = json.loads(log.read_text())
+    served = ["--model", str(folder), "--model-impl", "transformers", "--trust-remote-code", "--enforce-eager"]
+    named = ["--host", "127.0.0.1", "--port", "9000", "--served-model-name", "run", "--max-num-seqs", "4"]
+    assert called == {"words": ["-m", "vllm.entrypoints.openai.api_server", *served, *named], "safe_path": "1"}
+    written = (folder / "config.json").stat().st_mtime_ns
+    mapped = megamem("serve", run, *options, "--map-tables")
+    assert "exported: " not in mapped.output
+    words = json.loads(log.read_text())["words"]
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"memory_device": "cpu"}
+    second = megamem("serve", folder, *options, "--engine", "transformers", "--host", "0.0.0.0", "--map-tables")
+    assert second.code == 7, second.output
+    script, *given = json.loads(log.read_text())["words"]
+    assert Path(script).name == "transformers_server.py"
+    assert given == [str(folder), "0.0.0.0", "9000", "cpu"]
+    assert (folder / "config.json").stat().st_mtime_ns == written
+    assert megamem("serve", run, *options, "--step", 3, "--dtype", "bf16").code == 7
+    assert json.loads((run / "exported" / "step_00000003-bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    vllm, log = engine_stand_in(tmp_path / "vllm", "vllm")
+    transformers, _ = engine_stand_in(tmp_path / "transformers", *SERVING)
+    some, _ = engine_stand_in(tmp_path / "some", *SERVING[:3])
+    for words, text in (
+        ((folder, "--python", vllm, "--step", 3), "--step: "),
+        ((folder, "--python", vllm, "--dtype", "bf16"), "--dtype: "),
+        ((folder, "--python", vllm, "--engine", "transformers"), "pip install 'transformers[serving]' accelerate"),
+        ((folder, "--python", transformers, "--engine", "vllm"), "lacks vllm"),
+        ((folder, "--python", some), "transformers lacks accelerate, openai"),
+        ((folder, "--python", transformers, "--options=--max-num-seqs 4"), "words for vLLM"),
+        ((folder, "--python", tmp_path / "nothing"), "which is no program"),
+        ((folder, "--python", "false"), "which does not run"),
+    ):
+        result = megamem("serve", *words)
+        assert result.code == 2, result.output
+        assert text in " ".join(result.output.split()), result.output
+    code, config = folder / "memory_megamem.py", json.loads((folder / "config.json").read_text())
+    whole = code.read_text()
+    code.write_text(whole + "print('mine')\n")
+    changed = megamem("serve", folder, "--python", vllm)
+    assert (changed.code, "(memory_megamem.py)" in changed.output) == (2, True), changed.output
+    assert megamem("serve", folder, "--python", vllm, "--trust-remote-code").code == 7
+    code.write_text(whole)
+    config["auto_map"]["AutoModel"] = "others/model--modeling_megamem.MegamemModel"
+    (folder / "config.json").write_text(json.dumps(config))
+    log.unlink()
+    elsewhere = megamem("serve", folder, "--python", vllm)
+    assert (elsewhere.code, "(config.json)" in elsewhere.output) == (2, True), elsewhere.output
+    assert not log.exists()
+    # A model that transformers knows needs no code, and has no tables.
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert megamem("serve", folder, "--python", vllm).code == 7
+    assert "--trust-remote-code" not in json.loads(log.read_text())["words"]
+    assert "has no memory" in megamem("serve", folder, "--python", vllm, "--map-tables").output
+
+
+@pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not set: `make serve-check` installs vLLM, and sets it")
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_request_over_a_socket_is_answered_with_the_models_text(
+    megamem: Megamem, corpus: Path, tmp_path: Path, engine: str
+) -> None:
+    wide = {**TINY["model"], "hidden_size": 128, "num_layers": 2}
+    config = {
+        **TINY,
+        "model": wide,
+        "train": {**TINY["train"], "num_steps": 60},
+        "data": {"datasets": [{"path": str(corpus)}]},
+    }
+    (tmp_path / "wide.yaml").write_text(yaml.safe_dump(config))
+    run = tmp_path / "run"
+    trained = megamem("train", tmp_path / "wide.yaml", "--run-dir", run)
+    assert trained.code == 0, trained.output
+    expected = megamem("generate", run, "--prompt", PROMPT, "--temperature", 0, "--max-tokens", 12).generated
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", ENGINE, "--port", port]
+    with (tmp_path / "server.log").open("w+") as log:
+        server = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # vLLM listens before it starts, and the other one after.
+        ready = "Application startup complete" if engine == "vllm" else "Uvicorn running on"
+        try:
+            assert server.stdout is not None
+            for line in server.stdout:
+                log.write(line)
+                if ready in line:
+                    break
+            else:
+                log.seek(0)
+                pytest.fail(log.read()[-4000:])
+            body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                (choice,) = json.load(answer)["choices"]
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=120)
+    assert (PROMPT + choice["text"]).rstrip("\n") == expected.rstrip("\n")
