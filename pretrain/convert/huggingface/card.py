@@ -99,6 +99,11 @@ def model_card(config: RunConfig, figures: Figures, *, name: str) -> str:
         "```",
         "",
     ]
+    if own:
+        lines += [
+            "vLLM runs it with `--model-impl transformers --trust-remote-code --enforce-eager`.",
+            "",
+        ]
     if config.model.memory is not None:
         lines += [
             "With `memory_device=\"cpu\"` the memory's tables stay in the weights' files, mapped into host memory, and only",

@@ -98,15 +98,12 @@ def changed_code(folder: Path) -> list[str] | None:
     if named is None:
         return None
     ours = Path(__file__).parent / "remote_code"
-    names = {path.name for path in folder.glob("*.py")} | set(_REMOTE_CODE)
     # It may name code that is elsewhere.
     config = [] if named == AUTO_MAP else [CONFIG_FILE]
     return config + sorted(
-        name
-        for name in names
-        if name not in _REMOTE_CODE
-        or not (folder / name).is_file()
-        or (folder / name).read_bytes() != (ours / name).read_bytes()
+        path.name
+        for path in folder.glob("*.py")
+        if not (ours / path.name).is_file() or path.read_bytes() != (ours / path.name).read_bytes()
     )
 
 
