@@ -75,8 +75,8 @@ def tile_gradients(
         return grads[0].reshape_as(query), *(_sum_over_queries(x, key) for x in grads[1:])
     if _has_flash(query):
         g, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        # For dropout, of which there is none.
-        no_seed, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
+        # For dropout, of which there is none: room that PyTorch's own backward pass does not fill either.
+        no_seed, unused = (torch.empty(2, dtype=torch.uint64, device=q.device) for _ in range(2))
         grads = _aten._flash_attention_backward(
             *(g, q, k, v, o, normaliser.contiguous()),
             *(None, None, q.shape[1], k.shape[1], 0.0, causal, no_seed, unused),

@@ -79,11 +79,12 @@ class PartialAttention:
             operands = (_heads_first(x) for x in (self._query[of_queries], key[of_keys], value[of_keys]))
             tile_out, tile_normaliser = tile_attention(*operands, causal=tile.causal, scale=self._scale)
             tile_normaliser = tile_normaliser.permute(2, 0, 1)
-            before, out = self.normaliser[of_queries], self._out[of_queries]
-            after = torch.logaddexp(before, tile_normaliser)
-            out *= (before - after).exp().unsqueeze(-1)
-            out += _tokens_first(tile_out) * (tile_normaliser - after).exp().unsqueeze(-1)
-            before.copy_(after)
+            out, normaliser = self._out[of_queries], self.normaliser[of_queries]
+            # Both weights add up to one: exp(l_p - l) of the tile is the logistic function of how far its normaliser
+            # exceeds that of the keys before, of which there may be none.
+            share = torch.sigmoid(tile_normaliser - normaliser).unsqueeze(-1)
+            out.lerp_(_tokens_first(tile_out).to(out.dtype), share)
+            torch.logaddexp(normaliser, tile_normaliser, out=normaliser)
 
 
 class PartialGradients:
@@ -117,10 +118,9 @@ class PartialGradients:
                 causal=tile.causal,
                 scale=self._scale,
             )
-            grad_query, grad_key, grad_value = (_tokens_first(x) for x in of_tile)
-            self._grad_query[of_queries] += grad_query
-            grads[0][of_keys] += grad_key
-            grads[1][of_keys] += grad_value
+            sums = self._grad_query[of_queries], grads[0][of_keys], grads[1][of_keys]
+            for total, part in zip(sums, of_tile, strict=True):
+                total += _tokens_first(part)
         return grads
 
 

@@ -7,7 +7,8 @@ last, where the rank's own part joins: the order of the sum is that of the ring,
 
 In a step rank r sees slices j and 2 CP - 1 - j of rank j. Those that lie before both of its own are seen by both, those
 between its own by the late one: two squares of c x c in every step and on every rank, but for the first step, which has
-one and the two diagonals.
+one and the two diagonals. A rank holds its slices side by side, so each step's scores are one tile, unless documents
+are separate.
 
 Legend: see `parallel.context`.
 """
@@ -84,9 +85,23 @@ def _passing_by(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 
 def _tiles(documents: Documents, group: dist.ProcessGroup, source: int, num_tokens: int) -> Iterator[Tile]:
     """The scores between this rank's queries and the keys of rank `source`."""
+    if documents.bounds is None:
+        yield _step_tile(group.rank(), source, num_tokens)
+        return
     for queries in own_slices(group, num_tokens):
         for keys in own_slices(group, num_tokens, source):
             yield from documents.tiles(queries, keys)
+
+
+def _step_tile(rank: int, source: int, num_tokens: int) -> Tile:
+    """The scores of whole sequences between a rank's queries and the keys of rank `source`."""
+    both, early, late = slice(0, num_tokens), slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)
+    if source < rank:
+        return Tile(slice(None), both, early, causal=False)
+    if source > rank:
+        return Tile(slice(None), late, both, causal=False)
+    # The late slice comes after the early one, as in the sequence.
+    return Tile(slice(None), both, both, causal=True)
 
 
 class _Transfer:
