@@ -30,6 +30,7 @@ from pretrain.planning.costs.launches import (
     LAUNCHES_MEMORY,
     LAUNCHES_MIXTURE,
     LAUNCHES_ROW_PARTS,
+    launches_across_ranks,
 )
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
 from pretrain.planning.costs.sent import stages_sent
@@ -190,23 +191,30 @@ LAUNCHED = {
     "mixture": OF_EXPERTS,
     "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
 }
+ACROSS_RANKS = {
+    (way, size): replace(
+        LAUNCHED["dense"],
+        parallel=ParallelConfig(context=size, context_attention=way),
+        train=replace(ALONE.train, global_batch_size=8 // size),
+    )
+    for way, size in (("gather", 2), ("heads", 4), ("ring", 2), ("ring", 8))
+}
 
 
-def launches_of_block(config: RunConfig, world: int) -> tuple[float, float]:
-    """Kernels of one block for one microbatch, as on a GPU, forward and backward: by a block and a microbatch more, and
-    by a forward pass more.
+def launches_of_block(config: RunConfig, world: int, rank: int = 0) -> tuple[float, float]:
+    """Kernels of one block for one microbatch on a rank, as on a GPU, forward and backward: by a block and a microbatch
+    more, and by a forward pass more.
     """
+    from pretrain.planning.dryrun.rank import dry_run
 
     def of_block(num_microbatches: int, recompute: Any) -> int:
         batch = num_microbatches * config.train.global_batch_size
         train = replace(config.train, global_batch_size=batch, recompute=recompute)
         one, two = (
-            of_all_stages(
-                replace(config, model=replace(config.model, num_layers=number), train=train), world, as_gpu=True
-            )
-            for number in (1, 2)
+            next(iter(dry_run(replace(config, model=of_layers, train=train), world, [rank], as_gpu=True)))
+            for of_layers in (replace(config.model, num_layers=number) for number in (1, 2))
         )
-        return int(two[0].num_kernels - one[0].num_kernels)
+        return int(two.num_kernels - one.num_kernels)
 
     once, twice = of_block(1, "none"), of_block(2, "none")
     forward = (of_block(2, "full") - twice) / 2
@@ -228,7 +236,9 @@ class Reports(dict[str, list[Any]]):
     def __missing__(self, name: str) -> list[Any]:
         def main() -> list[Any]:
             if name == "launches":
-                return [launches_of_block(config, 8) for config in LAUNCHED.values()]
+                # The last rank has tokens before both of its slices of a sequence.
+                across = [launches_of_block(config, 8, rank=7) for config in ACROSS_RANKS.values()]
+                return [launches_of_block(config, 8) for config in LAUNCHED.values()] + across
             if name == "real":
                 # Beside ranks on the CPU.
                 return of_all_stages(REAL, 2, as_gpu=False)
@@ -386,13 +396,15 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
 
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for way in (0, 1):
-        dense, memory, by_rows, mixture, larger = (counted[way] for counted in reports["launches"])
+        dense, memory, by_rows, mixture, larger, *across = (counted[way] for counted in reports["launches"])
         assert dense == pytest.approx(LAUNCHES_DENSE[way], rel=0.05)
         assert memory - dense == pytest.approx(LAUNCHES_MEMORY[way], rel=0.05)
         assert by_rows - memory == pytest.approx(LAUNCHES_ROW_PARTS[way], rel=0.05)
         # Four experts on each rank, and eight.
         assert (larger - mixture) / 4 == pytest.approx(LAUNCHES_EXPERT[way], rel=0.05)
         assert 2 * mixture - larger - dense == pytest.approx(LAUNCHES_MIXTURE[way], rel=0.05)
+        for config, counted in zip(ACROSS_RANKS.values(), across, strict=True):
+            assert counted - dense == launches_across_ranks(config, way)
 
 
 def allocations_of_a_real_step() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.stages import Blocks, Stage
 
@@ -15,6 +16,18 @@ LAUNCHES_MIXTURE = (20, 56)
 """Kernels that a mixture's router and dispatcher add to a block."""
 LAUNCHES_EXPERT = (6, 15)
 """Kernels that each of a rank's experts adds, one after the other."""
+LAUNCHES_TILE = (6, 5)
+"""Kernels of a tile of attention (`megamem.blockwise`): the fused one, and those that add up its outputs or gradients."""
+LAUNCHES_GATHERED = (5, 9)
+"""Kernels that gathered keys and values add to a block beside those of tiles: orders of ranks and of the sequence."""
+LAUNCHES_HEADS = (7, 9)
+"""Kernels that an exchange of tokens for heads adds to a block, whose attention is that of whole sequences."""
+LAUNCHES_RING = (3, 1)
+"""Kernels that a ring adds to a block, beside those of its steps: keys and values side by side, and where sums begin."""
+LAUNCHES_RING_STEP = (LAUNCHES_TILE[0], LAUNCHES_TILE[1] + 2)
+"""Kernels of a ring's step: of one tile, and in backward where its gradients begin, and their sum with those that come."""
+_GATHERED_TILES = 4
+"""Tiles of a rank's two slices: each with the keys before it, but for the sequence's first, and with its own."""
 LAUNCHES_AHEAD = 1024
 """Launches by which the host is ahead of the device at most: as many fit into the queue of a stream. No manual says
 so; it is what those who timed it found (forums.developer.nvidia.com/t/68937)."""
@@ -28,4 +41,22 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
     share = blocks.memories / max(1, stage.blocks.memories)
-    return blocks.num * LAUNCHES_DENSE[way] + blocks.ffns * of_experts + share * memories
+    of_blocks = blocks.num * (LAUNCHES_DENSE[way] + launches_across_ranks(config, way))
+    return of_blocks + blocks.ffns * of_experts + share * memories
+
+
+def launches_across_ranks(config: RunConfig, way: int) -> int:
+    """Kernels that attention across cut sequences adds to a block, forward (0) or backward (1), in 16 bits.
+
+    Messages are not among them. Separate documents have a tile each, and so more, as many as a batch has.
+    """
+    size = config.parallel.context
+    if size == 1:
+        return 0
+    match context_way(config):
+        case "gather":
+            return LAUNCHES_GATHERED[way] + _GATHERED_TILES * LAUNCHES_TILE[way]
+        case "heads":
+            return LAUNCHES_HEADS[way]
+        case "ring":
+            return LAUNCHES_RING[way] + size * LAUNCHES_RING_STEP[way]
