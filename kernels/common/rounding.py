@@ -17,24 +17,22 @@ _LANES = 4
 _LOW_BITS = 0xFFFF
 
 
-def round_stochastically(
-    values: Tensor, out: Tensor, *, key: int, first_row: int, first_column: int, width: int
-) -> None:
-    """Round a rectangle of a table: `out` gets one of the two bf16 neighbours of each of `values`.
+def round_stochastically(values: Tensor, out: Tensor, *, key: int, rows: Tensor, first_column: int, width: int) -> None:
+    """Round columns of some rows of a table: `out` gets one of the two bf16 neighbours of each of `values`.
 
     Args:
         values: [R, C] fp32, contiguous.
         out: [R, C] bf16, contiguous.
         key: in [0, 2^63), another one for every table and step.
-        first_row, first_column: of the rectangle in the whole table.
+        rows: [R] int64, their numbers in the whole table.
+        first_column: in the whole table.
         width: columns of the whole table.
     """
-    rows, columns = values.shape
+    columns = values.shape[1]
     first, last = first_column // _LANES, (first_column + columns - 1) // _LANES
     groups_per_row = -(-width // _LANES)
-    row = torch.arange(first_row, first_row + rows, dtype=torch.int64, device=values.device)
     group = torch.arange(first, last + 1, dtype=torch.int64, device=values.device)
-    lanes = mix(row.unsqueeze(1) * groups_per_row + group, key).view(torch.int16)
+    lanes = mix(rows.unsqueeze(1) * groups_per_row + group, key).view(torch.int16)
     skipped = first_column - first * _LANES
     random = lanes[:, skipped : skipped + columns].to(torch.int32).bitwise_and_(_LOW_BITS)
     # Both signs count from zero: the sum carries into the kept bits with the probability of the dropped ones.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.common.gradient_stream import GradientStream
 from kernels.common.ids import bytes_per_id
+from kernels.common.row_gradient import RowGradient
 
 
 class GatherDot(Protocol):
@@ -52,16 +53,20 @@ def check_contiguous(rows: Tensor) -> None:
 
 
 def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """`gather.apply(*arguments)`, which `torch.compile` does not trace if a table carries a `main_grad`.
+    """`gather.apply(*arguments)`, which `torch.compile` does not trace if a table carries a gradient of its own.
 
     Backward then writes to an attribute of a parameter, and returns a sparse tensor: neither can be traced. With
     `fullgraph=True` that is an error, which says so.
     """
-    if torch.compiler.is_compiling() and any(isinstance(a, Tensor) and hasattr(a, "main_grad") for a in arguments):
+    if torch.compiler.is_compiling() and any(isinstance(a, Tensor) and _keeps_gradient(a) for a in arguments):
         out: Tensor = _apply_untraced(gather, *arguments)
     else:
         out = gather.apply(*arguments)
     return out
+
+
+def _keeps_gradient(table: Tensor) -> bool:
+    return hasattr(table, "main_grad") or hasattr(table, "row_gradient")
 
 
 @torch.compiler.disable(
@@ -75,18 +80,23 @@ def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> T
 
 def table_gradient(
     table: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None, *, accumulate: SegmentAccumulate
-) -> Tensor:
+) -> Tensor | None:
     """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
     nothing, and DDP's hook still fires. It may be added on a stream of its own (`table.gradient_stream`), which whoever
-    reads it waits for. Otherwise it is the dense gradient.
+    reads it waits for. Where the table has a `row_gradient`, that keeps the lookup, and autograd gets nothing. Otherwise
+    it is the dense gradient.
 
     Args:
         table: [rows, W], the parameter.
         ids, coef, vec, bins: see `kernels.segment_accumulate.naive.segment_accumulate`.
         accumulate: the implementation.
     """
+    rows: RowGradient | None = getattr(table, "row_gradient", None)
+    if rows is not None:
+        rows.add(accumulate, ids, coef, vec, bins)
+        return None
     main_grad = getattr(table, "main_grad", None)
     if main_grad is None:
         # Added up in fp32 at least, and rounded once.

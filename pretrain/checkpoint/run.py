@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,30 @@ def restore_run(
         if not shard.key.startswith(MAIN_PREFIX):
             # Those that a checkpoint of another update does not have start at zero.
             shard.data.zero_()
+    stale: list[_Stale] = []
+
+    def moments_of_rows(index: Index) -> Iterator[Target]:
+        for moments, last_updates in _stale_moments(state, index):
+            stale.append(moments)
+            yield last_updates
+
     load(
         saved.path,
-        lambda index: [*_weight_targets(untrained, index, saved.weights_dtype), *_state_targets(state, index)],
+        lambda index: [
+            *_weight_targets(untrained, index, saved.weights_dtype),
+            *_state_targets(state, index),
+            *moments_of_rows(index),
+        ],
     )
     run = saved.run.training(trained_layers)
     if not with_moments:
         run = run.without_moments()
-    optimizer.set_num_updates(_updates_of(run, bare))
+    updates_of = _updates_of(run, bare)
+    optimizer.set_num_updates(updates_of)
+    parameters = {shard.key: tensor for tensor, shard in walk_shards(model) if isinstance(tensor, nn.Parameter)}
+    for moments in stale:
+        betas = next(group["betas"] for group in optimizer.param_groups if "betas" in group)
+        moments.bring_up(updates_of(parameters[moments.weight]), betas[1])
     optimizer.set_weights_from_main()
     start_gathering(chunks)
     complete_weights(chunks)
@@ -147,7 +164,10 @@ def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterato
     other way each element gets its row's; first moments have nothing to come from, and stay at zero.
     """
     names = (*ADAMW.per_element, *ROW_WISE.per_row)
-    first, of_elements, of_rows = (f"{STATE_PREFIX}{name}.{weight}" for name in names)
+    first, of_elements, of_rows, last_updates = (f"{STATE_PREFIX}{name}.{weight}" for name in names)
+    if shard.key == last_updates:
+        # The rule of the tables takes them to be as of now.
+        return
     if shard.key == of_rows and of_elements in index.tensors:
         num_rows, columns = shard.global_shape[0], index.tensors[of_elements].shape[1]
         region = Region(of_elements, (shard.global_offset[0], 0), (shard.local_shape[0], columns))
@@ -159,6 +179,40 @@ def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterato
     elif shard.key != first or of_rows not in index.tensors:
         # Its absence is an error.
         yield _target(shard)
+
+
+@dataclass(frozen=True)
+class _Stale:
+    """Second moments of elements that were made of their rows', which are as of each row's last update.
+
+    Attributes:
+        weight: name of the table.
+        moments: [n, columns].
+        last_updates: [n].
+    """
+
+    weight: str
+    moments: Tensor
+    last_updates: Tensor
+
+    def bring_up(self, num_updates: int, beta2: float) -> None:
+        """Have them be as of an update."""
+        elapsed = (num_updates - self.last_updates).double()
+        self.moments.mul_(torch.pow(beta2, elapsed).float().unsqueeze(1))
+
+
+def _stale_moments(shards: Sequence[ShardedTensor], index: Index) -> Iterator[tuple[_Stale, Target]]:
+    """Moments of elements that come from rows, and targets of the rows' last updates."""
+    *_, name = ROW_WISE.per_row
+    prefix = f"{STATE_PREFIX}{ADAMW.per_element[-1]}."
+    for shard in shards:
+        weight = shard.key.removeprefix(prefix)
+        last_updates = f"{STATE_PREFIX}{name}.{weight}"
+        if shard.key.startswith(prefix) and shard.key not in index.tensors and last_updates in index.tensors:
+            whole = region_of(shard)
+            stale = _Stale(weight, shard.data.detach().view(whole.shape), shard.data.new_zeros(whole.shape[0]))
+            region = Region(last_updates, whole.offset[:1], whole.shape[:1])
+            yield stale, Target(region, tuple(shard.global_shape[:1]), stale.last_updates)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

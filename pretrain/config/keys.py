@@ -155,6 +155,7 @@ _OF_MEMORY = (
     "optimizer.value_weight_decay",
     "optimizer.value_clip_grad",
     "optimizer.tables",
+    "optimizer.table_gradients",
     "optimizer.value_offload",
     "optimizer.value_lr",
     "optimizer.value_lr_multiplier",

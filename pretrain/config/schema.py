@@ -224,6 +224,12 @@ class OptimizerConfig(Config):
     tables: Literal["adamw", "row_wise"] = "adamw"
     """Update of the memory tables. adamw: two moments per element, and fp32 main weights beside bf16 ones; row_wise: a
     second moment per row and no first, and bf16 weights that are rounded stochastically. See docs/memory-parallel.md."""
+    table_gradients: Annotated[
+        Literal["dense", "rows"], EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+    ] = "dense"
+    """Gradients of the memory tables. dense: 4 bytes per element of a table, in fp32; rows: of the distinct rows that a
+    step reads, so that neither memory nor time grow with the table; of tables without replicas and without weight decay.
+    See docs/memory-parallel.md."""
     value_offload: Annotated[
         Literal["none", "cpu"], EffectiveWhen(lambda c: c.tables == "adamw", "optimizer.tables is adamw")
     ] = "none"

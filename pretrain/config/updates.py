@@ -56,8 +56,9 @@ class Update:
 ADAMW = Update("adamw", per_element=("exp_avg", "exp_avg_sq"))
 """Megatron's distributed optimizer over PyTorch's AdamW."""
 
-ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq",), has_main_weights=False)
-"""AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`)."""
+ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq", "row_last_update"), has_main_weights=False)
+"""AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`). The moment
+is as of the last update in which the row was read; in fp32 the number of that is exact up to 2^24."""
 
 MUON = Update("muon", per_element=("momentum",))
 """The update of hidden matrices by orthogonalised momentum (`pretrain.engine.muon`)."""
@@ -71,6 +72,11 @@ TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 def table_update(settings: OptimizerConfig) -> Update:
     """The update of the memory tables."""
     return ROW_WISE if settings.tables == "row_wise" else ADAMW
+
+
+def keeps_rows(settings: OptimizerConfig) -> bool:
+    """True if gradients of tables are the rows that a step read."""
+    return settings.tables == "row_wise" and settings.table_gradients == "rows"
 
 
 def matrix_update(settings: OptimizerConfig) -> Update:

@@ -14,6 +14,7 @@ from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
+from pretrain.config.updates import keeps_rows
 from pretrain.errors import ConfigError
 
 _WIDE_LOAD_BYTES = 16
@@ -34,6 +35,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
+    problems += _table_gradients(config, world_size)
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -170,6 +172,32 @@ def _health(config: RunConfig) -> Iterator[str]:
         yield (
             f"health.spikes.action is {health.spikes.action}, and both loss_deviations and grad_norm_deviations are null: "
             "nothing would be judged. Set one of them"
+        )
+
+
+def _table_gradients(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """Tables that gradients of rows can be had for: one replica of each, on one stage, without decay."""
+    optimizer, parallel = config.optimizer, config.parallel
+    if config.model.memory is None or not keeps_rows(optimizer):
+        return
+    key, fix = "optimizer.table_gradients is rows", "use optimizer.table_gradients: dense"
+    decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
+    if decay:
+        yield (
+            f"{key}, and the tables' weight decay is {decay:g}: rows that a step does not read would miss it. Set "
+            f"optimizer.value_weight_decay: 0, or {fix}"
+        )
+    if parallel.pipeline > 1 and any(bank.on_every_stage for bank in config.model.memory_plan.banks):
+        yield (
+            f"{key}, and with parallel.pipeline {parallel.pipeline} every stage holds a copy of a bank, whose gradients "
+            f"are added up: use parallel.pipeline: 1, or {fix}"
+        )
+    per_stage = None if world_size is None or world_size % parallel.pipeline else world_size // parallel.pipeline
+    if per_stage is not None and per_stage > parallel.memory and per_stage % parallel.memory == 0:
+        yield (
+            f"{key}, and {per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part "
+            f"of a table (parallel.memory {parallel.memory}), whose gradients are added up: use parallel.memory "
+            f"{per_stage}, or {fix}"
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.engine.build import unwrap
+from pretrain.engine.row_gradients import row_gradient_of
 
 NAMES_PER_RANK = 3
 RANKS_IN_WORDS = 4
@@ -56,7 +57,8 @@ def find_non_finite(chunks: Sequence[DistributedDataParallel], groups: ParallelG
     count = 0
     for chunk in chunks:
         for name, parameter in named_globally(unwrap(chunk)):
-            gradient: Tensor | None = getattr(parameter, "main_grad", None)
+            rows = row_gradient_of(parameter)
+            gradient: Tensor | None = getattr(parameter, "main_grad", None) if rows is None else rows.sums
             if gradient is not None:
                 count += 1
                 if gradient.numel() and not _is_finite(gradient):

@@ -23,11 +23,21 @@ from torch import Tensor, nn
 from megamem.parameters import GroupName, group_of, matrices_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MATRIX_GROUPS, MUON, ROW_WISE, TABLE_GROUPS, matrix_update, table_update
+from pretrain.config.updates import (
+    ADAMW,
+    MATRIX_GROUPS,
+    MUON,
+    ROW_WISE,
+    TABLE_GROUPS,
+    keeps_rows,
+    matrix_update,
+    table_update,
+)
 from pretrain.engine.build import unwrap
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
+from pretrain.engine.read_rows import ReadRows, ReadTables
 from pretrain.engine.row_wise import Place, RowGroups, RowWise
 from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
 from pretrain.engine.value_offload import HostTables, host_adamw
@@ -185,7 +195,8 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
             self._allocate_state()
             for parameter in self.model_param_group_index_map:
                 if parameter in self._ruled:
-                    self._ruled[parameter][1].num_updates = updates_of(parameter)
+                    rule, share = self._ruled[parameter]
+                    rule.set_num_updates(share, updates_of(parameter))
                 else:
                     self.optimizer.state[self._main_weights_of(parameter)]["step"].fill_(updates_of(parameter))
 
@@ -257,11 +268,13 @@ NORM_PART_ELEMENTS_ON_CPU = 1 << 18
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
-    def __init__(self, optimizers: list[MemoryDistributedOptimizer], value_clip_grad: float | None) -> None:
+    def __init__(
+        self, optimizers: list[MemoryDistributedOptimizer | ReadTables], value_clip_grad: float | None
+    ) -> None:
         """Chain the optimizers.
 
         Args:
-            optimizers: dense first.
+            optimizers: dense first, tables with gradients of rows last.
             value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
                 None: one norm for all.
         """
@@ -369,9 +382,26 @@ def build_optimizer(
         ConfigError: see `pretrain.engine.value_offload.host_adamw`.
     """
     assigned = assign_groups(chunks)
-    optimizers = [_distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)]
-    if config.model.memory is not None or config.model.moe is not None:
-        optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, SPLIT_GROUPS))
+    dense = _distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)
+    optimizers: list[MemoryDistributedOptimizer | ReadTables] = [dense]
+    by_row = config.model.memory is not None and keeps_rows(config.optimizer)
+    split: tuple[GroupName, ...] = ("experts",) if by_row else SPLIT_GROUPS
+    if (config.model.memory is not None and not by_row) or config.model.moe is not None:
+        optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, split))
+    if by_row:
+        param_groups: list[dict[str, Any]] = [
+            # The schedule sets rates; a decay has been refused.
+            {
+                "params": assigned[name],
+                "name": name,
+                "rule": ROW_WISE.name,
+                "lr": config.optimizer.lr,
+                "weight_decay": 0.0,
+            }
+            for name in TABLE_GROUPS
+        ]
+        make_rule = partial(ReadRows, **_of_tables(config, chunks, groups))
+        optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule))
     return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad)
 
 
@@ -382,7 +412,7 @@ def _distributed_optimizer(
     assigned: dict[GroupName, list[nn.Parameter]],
     names: tuple[GroupName, ...],
 ) -> MemoryDistributedOptimizer:
-    split = names is SPLIT_GROUPS
+    split = names is not DENSE_GROUPS
     settings = config.optimizer
     param_groups: list[dict[str, Any]] = [
         {"params": parameters, "name": name, "is_expert_parallel": split, "rule": rule}
@@ -467,13 +497,17 @@ def _make_rule(
     if rule == _ON_HOST:
         return partial(HostTables, adamw=host_adamw(settings))
     assert rule == ROW_WISE.name
-    return partial(
-        RowWise,
-        settings=settings,
-        seed=config.seed,
-        places=dict(_table_places(chunks)),
-        groups=RowGroups(groups.table_columns, megatron.expt_dp),
-    )
+    return partial(RowWise, **_of_tables(config, chunks, groups))
+
+
+def _of_tables(config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups) -> dict[str, Any]:
+    """Arguments of an update by row: settings, and the places of tables."""
+    return {
+        "settings": config.optimizer,
+        "seed": config.seed,
+        "places": dict(_table_places(chunks)),
+        "groups": RowGroups(groups.table_columns, groups.megatron.expt_dp),
+    }
 
 
 def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[nn.Parameter, Place]]:

@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megamem.parameters import is_on_every_stage
+from pretrain.engine.row_gradients import add_up_rows
 
 
 def finalize_with_copies(
@@ -27,10 +28,12 @@ def finalize_with_copies(
     pg_collection: ProcessGroupCollection | None = None,
     **megatron: Any,
 ) -> None:
-    """Megatron's `finalize_model_grads`, and the sums over stages. Collective."""
+    """Megatron's `finalize_model_grads`, the sums over stages, and those of rows that were read. Collective."""
     finalize_model_grads(chunks, num_tokens, pg_collection=pg_collection, **megatron)
     assert pg_collection is not None
     sum_over_stages(chunks, pg_collection.pp)
+    # Megatron has left the number of all ranks there.
+    add_up_rows(chunks, num_tokens)
 
 
 @torch.no_grad()

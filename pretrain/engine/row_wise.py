@@ -5,8 +5,10 @@ With g the gradient of a row w of V columns, at its update number t:
     v <- beta2 v + (1 - beta2) |g|^2 / V
     w <- (1 - lr decay) w - lr g / (sqrt(v / (1 - beta2^t)) + epsilon)
 
-That is AdamW without a first moment, whose second moment is the row's mean. A table's state is a number per row, where
-AdamW's takes 12 bytes per element. bf16 weights have no fp32 main weights: they are rounded stochastically, by numbers
+That is AdamW without a first moment, whose second moment is the row's mean. A table's state is two numbers per row, where
+AdamW's takes 12 bytes per element: v is kept as of the last update s in which g was not 0, and is beta2^(t - s) v later.
+So a row that is not read is not touched, and an update by the rows that were read alone (`pretrain.engine.read_rows`) is
+this one, to the bit. bf16 weights have no fp32 main weights: they are rounded stochastically, by numbers
 that depend on the table, the update and the element's place in it, so that a run is the same on every layout.
 
 Ranks hold ranges of a table's columns and rows (`parallel.memory`), and each of their replicas a range of that, cut
@@ -37,7 +39,7 @@ from pretrain.rectangles import rectangles_of_range
 
 # Temporaries are a few tensors of so many elements: few launches on a GPU, the cache on a CPU.
 _WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 22, 1 << 16
-(_SECOND_MOMENT,) = ROW_WISE.per_row
+_SECOND_MOMENT, _LAST_UPDATE = ROW_WISE.per_row
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,12 @@ class _Window:
 
 
 class RowWise(UpdateRule):
-    """The update of this rank's shares of tables, with second moments of the rows that they touch."""
+    """The update of this rank's shares of tables, with second moments of the rows that they touch.
+
+    Attributes:
+        places: of all tables.
+        groups: see `RowGroups`.
+    """
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class RowWise(UpdateRule):
         """
         self.shares = shares
         self._beta2, self._epsilon, self._seed = settings.beta2, settings.epsilon, seed
-        self._places, self._groups = places, groups
+        self.places, self.groups = places, groups
         starts = [0]
         for share in shares:
             starts.append(starts[-1] + _num_rows(share))
@@ -118,6 +125,7 @@ class RowWise(UpdateRule):
         device = shares[0].weights.device if shares else torch.device(torch.cuda.current_device())
         # Of the touched rows of all shares, one share after the other.
         self._moments = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+        self._last_updates = torch.zeros_like(self._moments)
         self._cuts = _CutRows(shares, spreads, self._rows, device)
 
     @property
@@ -130,9 +138,13 @@ class RowWise(UpdateRule):
         """Rows of all tables of this rank's columns that ranges of several replicas have parts of."""
         return self._cuts.num
 
+    def rows_of(self, share: Share) -> slice:
+        """The rows that a share touches, in the state."""
+        return self._rows[share]
+
     def describe(self) -> str:
         """See `UpdateRule.describe`."""
-        return f"tables updated by row: {self._moments.nbytes / 1e6:.3g} MB of state on this rank"
+        return f"tables updated by row: {2 * self._moments.nbytes / 1e6:.3g} MB of state on this rank"
 
     def main_weights(self, share: Share) -> Tensor:
         """The model's own, see `UpdateRule.main_weights`."""
@@ -147,11 +159,20 @@ class RowWise(UpdateRule):
         return {
             **state_entries(share.parameter, leaves, share.start, share.stop, {"param": share.weights}),
             **row_entries(leaf, share.start, _SECOND_MOMENT, self._moments[self._rows[share]]),
+            **row_entries(leaf, share.start, _LAST_UPDATE, self._last_updates[self._rows[share]]),
         }
 
     def device_state(self) -> Iterable[Tensor]:
         """See `UpdateRule.device_state`."""
-        return [self._moments]
+        return [self._moments, self._last_updates]
+
+    def set_num_updates(self, share: Share, num_updates: int) -> None:
+        """See `UpdateRule.set_num_updates`."""
+        super().set_num_updates(share, num_updates)
+        rows = self._rows[share]
+        moments, last = self._moments[rows], self._last_updates[rows]
+        # A row's first moment comes with its first update. One without an update was made of AdamW's state: as of now.
+        last.masked_fill_((last == 0) & (moments > 0), num_updates)
 
     def update_shares(self) -> None:
         """See `UpdateRule.update_shares`. Collective over the stage."""
@@ -160,38 +181,57 @@ class RowWise(UpdateRule):
             of_share = squares[self._rows[share]]
             for window in _windows(share):
                 of_share[window.rows] += window.of(share.gradient).square().sum(1)
-        if self._groups.columns.size() > 1 and squares.numel():
+        if self.groups.columns.size() > 1 and squares.numel():
             # Ranks with other columns own the same range of theirs.
-            dist.all_reduce(squares, group=self._groups.columns)
-        self._cuts.add_up(squares, self._groups.replicas)
+            dist.all_reduce(squares, group=self.groups.columns)
+        self._cuts.add_up(squares, self.groups.replicas)
         for share in self.shares:
             self._update(share, squares[self._rows[share]])
 
     def _update(self, share: Share, squares: Tensor) -> None:
-        place, beta2 = self._places[share.parameter], self._beta2
-        lr, decay = share.group["lr"], share.group["weight_decay"]
-        moments = self._moments[self._rows[share]]
-        # One operation at a time: a fused product and sum rounds once in the middle of a loop, and twice at its end.
-        moments.mul_(beta2).add_(squares.mul_((1 - beta2) / place.width))
-        correction = 1 - beta2 ** (share.num_updates + 1)
-        factors = (moments / correction).sqrt_().add_(self._epsilon).reciprocal_().mul_(-lr)
+        place, decay = self.places[share.parameter], share.group["weight_decay"]
+        rows = self._rows[share]
+        factors = self.factors(share, self._moments[rows], self._last_updates[rows], squares)
         first_row = place.first_row + share.start // share.parameter.shape[1]
-        key = key_of(self._seed, "rounding", place.name, str(share.num_updates))
+        touched = torch.arange(first_row, first_row + factors.numel(), dtype=torch.int64, device=factors.device)
+        key = self.rounding_key(share)
         for window in _windows(share):
             weights = window.of(share.weights)
             change = window.of(share.gradient) * factors[window.rows].unsqueeze(1)
             if weights.dtype == torch.float32:
-                weights.mul_(1 - lr * decay).add_(change)
+                weights.mul_(1 - share.group["lr"] * decay).add_(change)
             else:
-                updated = change.add_(weights.float().mul_(1 - lr * decay))
+                updated = change.add_(weights.float().mul_(1 - share.group["lr"] * decay))
                 round_stochastically(
                     updated,
                     weights,
                     key=key,
-                    first_row=first_row + window.rows.start,
+                    rows=touched[window.rows],
                     first_column=place.first_column + window.first_column,
                     width=place.width,
                 )
+
+    def factors(self, share: Share, moments: Tensor, last_updates: Tensor, squares: Tensor) -> Tensor:
+        """[n], what gradients of rows are multiplied by for their updates; moves the rows' state on.
+
+        Args:
+            moments, last_updates: [n], in place.
+            squares: [n], sums of squares of whole rows, which are overwritten.
+        """
+        beta2, update = self._beta2, share.num_updates + 1
+        # A power in fp32 may differ by a bit with the place in a vector; of fp64, rounded, it does not.
+        elapsed = (update - last_updates).double()
+        read = squares > 0
+        # One operation at a time: a fused product and sum rounds once in the middle of a loop, and twice at its end.
+        current = moments * torch.pow(beta2, elapsed).float()
+        current.add_(squares.mul_((1 - beta2) / self.places[share.parameter].width))
+        moments.copy_(torch.where(read, current, moments))
+        last_updates.masked_fill_(read, update)
+        return (current / (1 - beta2**update)).sqrt_().add_(self._epsilon).reciprocal_().mul_(-share.group["lr"])
+
+    def rounding_key(self, share: Share) -> int:
+        """The key of an update's random numbers."""
+        return key_of(self._seed, "rounding", self.places[share.parameter].name, str(share.num_updates))
 
 
 class _CutRows:
@@ -232,16 +272,20 @@ def _num_rows(share: Share) -> int:
     return -(-share.stop // width) - share.start // width
 
 
+def rows_at_once(rows: Tensor) -> int:
+    """Rows of a window, of tensors with the columns of [n, W] `rows`, and on their device."""
+    return max(1, (_WINDOW_ELEMENTS if rows.is_cuda else _WINDOW_ELEMENTS_ON_CPU) // rows.shape[1])
+
+
 def _windows(share: Share) -> Iterator[_Window]:
     """Rectangles of a share of at most a window's elements, or of one row, in order."""
+    at_once = rows_at_once(share.parameter)
     width = share.parameter.shape[1]
-    window = _WINDOW_ELEMENTS if share.weights.is_cuda else _WINDOW_ELEMENTS_ON_CPU
-    rows_at_once = max(1, window // width)
     first_row = share.start // width
     for part in rectangles_of_range(share.parameter.shape, share.start, share.stop):
         (row, column), (num_rows, num_columns) = part.offset, part.shape
-        for first in range(0, num_rows, rows_at_once):
-            num = min(rows_at_once, num_rows - first)
+        for first in range(0, num_rows, at_once):
+            num = min(at_once, num_rows - first)
             flat = part.flat_start - share.start + first * num_columns
             rows = slice(row - first_row + first, row - first_row + first + num)
             yield _Window(rows, column, slice(flat, flat + num * num_columns))

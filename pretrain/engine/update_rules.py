@@ -26,7 +26,7 @@ class Share:
         start: the range's first position in the flattened parameter.
         group: the optimizer group, whose `lr` and `weight_decay` the schedule sets before every step.
         weights: [E], a view of the model's; gathered from here over the replicas after an update.
-        gradient: [E] fp32, a view of the reduced gradient's buffer.
+        gradient: [E] fp32, a view of the reduced gradient's buffer; empty where a table has a `row_gradient`.
         num_updates: that the state has seen.
     """
 
@@ -92,6 +92,10 @@ class UpdateRule(ABC):
     @abstractmethod
     def update_shares(self) -> None:
         """Update state and weights by the shares' gradients, which are reduced, finite and clipped."""
+
+    def set_num_updates(self, share: Share, num_updates: int) -> None:
+        """Say how many updates the state of a share has seen: after loading it, too."""
+        share.num_updates = num_updates
 
     @abstractmethod
     def main_weights(self, share: Share) -> Tensor:

@@ -369,6 +369,18 @@ def _(base: Subject, second: Subject) -> None:
     assert moved_otherwise(base, second) == TABLES
 
 
+BY_ROW = with_optimizer(tables="row_wise", value_weight_decay=0.0)
+
+
+@TRAINING.key("optimizer.table_gradients", "rows", BY_ROW)
+def _(base: Subject, second: Subject) -> None:
+    """The same losses, norms and weights, without gradients of tables."""
+    for one, other in zip(base.steps, second.steps, strict=True):
+        assert (one.loss, one.norm) == (other.loss, other.norm)
+        assert not changed_names(one.weights, other.weights)
+        assert last_parts(one.gradients.keys() - other.gradients.keys()) == TABLES
+
+
 @TRAINING.key("optimizer.value_offload", "cpu")
 def _(base: Subject, second: Subject) -> None:
     """The same weights; the tables' state is not in the optimizer that PyTorch steps on the device."""

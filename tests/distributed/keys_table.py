@@ -163,7 +163,7 @@ class Step:
     Attributes:
         loss: nats per target.
         norm: of the gradients before clipping.
-        gradients: by parameter that is trained, after clipping.
+        gradients: by parameter that has a dense one, after clipping.
         weights: by parameter, after the update.
     """
 
@@ -251,7 +251,7 @@ class Subject:
                 Step(
                     loss,
                     norm,
-                    {name: p.main_grad.detach().clone() for name, p in model.named_parameters() if p.requires_grad},
+                    {name: p.main_grad.clone() for name, p in model.named_parameters() if hasattr(p, "main_grad")},
                     {name: p.detach().clone() for name, p in model.named_parameters()},
                 )
             )

@@ -148,7 +148,7 @@ def test_every_layout_loads_what_another_one_saved(run_ranks: Any, tmp_path: Pat
 
 def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Weights, main weights and both moments of every parameter, in the weights' global shape; of tables that are updated
-    by row, a moment per row, and no main weights but themselves; of matrices that Muon updates, one moment; and the
+    by row, a moment per row and its last update, and no main weights but themselves; of matrices that Muon updates, one moment; and the
     buffers, which have no moments.
     """
     state_prefix = "optimizer.state.param."
@@ -158,7 +158,11 @@ def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
     by_row = {name for name in weights if name.endswith("values")} if config.optimizer.tables == "row_wise" else set()
     by_muon = {name for name in weights if is_matrix(name)} if config.optimizer.matrices == "muon" else set()
     kept = {
-        name: ("row_exp_avg_sq",) if name in by_row else ("momentum",) if name in by_muon else ("exp_avg", "exp_avg_sq")
+        name: ("row_last_update", "row_exp_avg_sq")
+        if name in by_row
+        else ("momentum",)
+        if name in by_muon
+        else ("exp_avg", "exp_avg_sq")
         for name in weights
     }
     for name in weights:
@@ -169,7 +173,7 @@ def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
             state = tensors[f"optimizer.state.{part}.{name}"]
             assert state.shape == tensors[name].shape[: 1 if name in by_row else None]
             assert state.dtype == torch.float32
-    assert len(tensors) == 4 * len(weights) - len(by_row) - len(by_muon) + len(buffers)
+    assert len(tensors) == 4 * len(weights) - len(by_muon) + len(buffers)
     tables = [name for name in weights if name.endswith("values")]
     assert bool(tables) == (config.model.memory is not None)
     moved = [name for name in weights if tensors[f"optimizer.state.{kept[name][-1]}.{name}"].any()]

@@ -51,6 +51,11 @@ def planted(shape: tuple[int, ...], step: int) -> Tensor:
     return gradient * (torch.randint(0, 3, shape[:1], generator=generator) > 0).unsqueeze(1)
 
 
+def last_read(shape: tuple[int, ...], row: int) -> float:
+    """Number of the last update in which a row's planted gradient is not 0; 0: none."""
+    return max([step + 1 for step in range(NUM_STEPS) if planted(tuple(shape), step)[row].any()], default=0)
+
+
 def update(run: TinyRun, step: int) -> None:
     """One update of the tables, with planted gradients."""
     run.update(lambda key, shape: planted(shape, step) if key.startswith("banks.") else None, lr=LR, weight_decay=DECAY)
@@ -129,8 +134,10 @@ def test_one_rank_is_the_formula_in_fp64(run_ranks: Any, tmp_path: Path, precisi
             weight = weight - LR * DECAY * weight - LR * gradient / (root + EPSILON)
             largest = torch.maximum(largest, weight.abs())
         actual = after[f"optimizer.state.param.{name}"].double()
-        moments = after[f"optimizer.state.row_exp_avg_sq.{name}"]
-        assert torch.allclose(moments.double(), square.squeeze(1), rtol=1e-6, atol=0)
+        moments = after[f"optimizer.state.row_exp_avg_sq.{name}"].double()
+        last_updates = after[f"optimizer.state.row_last_update.{name}"]
+        assert torch.equal(last_updates, torch.tensor([last_read(initial.shape, row) for row in range(len(initial))]))
+        assert torch.allclose(moments * BETA2 ** (NUM_STEPS - last_updates), square.squeeze(1), rtol=1e-6, atol=0)
         if precision == "fp32":
             assert torch.allclose(actual, weight, rtol=1e-6, atol=1e-8)
         else:
@@ -198,6 +205,7 @@ def test_another_update_goes_on_with_what_there_is_of_the_state(run_ranks: Any, 
         assert torch.equal(by_rows[main], before[main].bfloat16())
         assert torch.equal(after[main], by_rows[main].float())
         row = by_rows[f"optimizer.state.row_exp_avg_sq.{name}"]
+        assert torch.equal(by_rows[f"optimizer.state.row_last_update.{name}"], torch.where(row > 0, 2.0, 0.0))
         assert row.any()
         assert torch.allclose(row.double(), before[second].double().mean(1), rtol=1e-6, atol=0)
         assert torch.equal(after[second], row.unsqueeze(1).expand_as(after[second]))

@@ -14,7 +14,12 @@ from kernels.common.rounding import round_stochastically
 def rounded(values: Tensor, *, key: int = 1, first_row: int = 0, first_column: int = 0, width: int = 0) -> Tensor:
     out = torch.full(values.shape, torch.nan, dtype=torch.bfloat16)
     round_stochastically(
-        values, out, key=key, first_row=first_row, first_column=first_column, width=width or values.shape[1]
+        values,
+        out,
+        key=key,
+        rows=torch.arange(first_row, first_row + values.shape[0]),
+        first_column=first_column,
+        width=width or values.shape[1],
     )
     return out
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.read_rows import has_read_rows
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 
@@ -59,6 +60,9 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
         stepped, stepped_tables = dense + experts, tables
+    if has_read_rows(config):
+        # A step's gradients of tables come and go.
+        with_gradients -= stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
     if config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)

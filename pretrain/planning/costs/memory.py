@@ -25,6 +25,7 @@ from pretrain.planning.costs.attention import attention_backward, attention_kept
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
+from pretrain.planning.costs.read_rows import has_read_rows, kept_bytes, sum_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.state import (
     dense_state,
@@ -123,15 +124,23 @@ def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tu
     save = _save_bytes(config, checkpoint_bytes(config) / num_ranks)
     return tuple(
         StageBytes(
-            {
-                **_held(config, stage, division),
-                **_activations(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
-            },
+            _at_peak(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
             _host(config, stage, division),
             save,
         )
         for rank, stage in enumerate(stages_of(config))
     )
+
+
+def _at_peak(
+    config: RunConfig, stage: Stage, rank: int, division: Division, *, beside: bool
+) -> dict[MemoryPart, float]:
+    held, activations = _held(config, stage, division), _activations(config, stage, rank, division, beside=beside)
+    if has_read_rows(config):
+        # Rows are added up when the activations are gone.
+        more = sum_bytes(config, stage, division) - _total(activations)
+        held[MemoryPart.TABLE_GRADIENTS] += max(0.0, more)
+    return {**held, **activations}
 
 
 def _save_bytes(config: RunConfig, written: float) -> float:
@@ -176,7 +185,8 @@ def trained_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """Bytes per weight: e; where it is trained, also 4 of gradient, and optimizer state, split over replicas."""
+    """Bytes per weight: e; where it is trained, also 4 of gradient, and optimizer state, split over replicas. Gradients of
+    rows that were read count here, as a step's last backward pass finds them, though they are gone between steps."""
     element = config.train.element_bytes
     dense, tables = local_dense(config, stage), local_tables(config, stage)
     dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
@@ -194,10 +204,19 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
         MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
-        MemoryPart.TABLE_GRADIENTS: tables_trained * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: _table_gradients(config, stage, division, tables_trained),
         MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
         MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory / division.table_replicas - saved_tables,
     }
+
+
+def _table_gradients(config: RunConfig, stage: Stage, division: Division, trained: float) -> float:
+    """Bytes of the gradients of tables and experts, of which a rank has `trained` elements."""
+    if not has_read_rows(config):
+        return trained * _GRADIENT
+    experts = stage.trained.experts / config.parallel.memory
+    kept = gradients_under_way(config, stage, division.rank_tokens).get(MemoryPart.EXCHANGE, 0.0)
+    return experts * _GRADIENT + kept_bytes(stage, division, kept)
 
 
 def _host(config: RunConfig, stage: Stage, division: Division) -> float:

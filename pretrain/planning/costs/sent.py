@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, matrix_update, table_update
+from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.memory import trained_dense, trained_tables
+from pretrain.planning.costs.read_rows import has_read_rows, most_rows
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
 
 _GRADIENT = 4
+_ROW_SUM = 4
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,13 @@ def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
     columns, memory = config.parallel.memory_columns, config.model.memory
     if memory is None:
         return 0.0
-    rows = stage.trained.table_elements / memory.row_width * len(memory.tables) / config.parallel.memory_rows
-    sums = table_update(config.optimizer).row_bytes * rows / division.table_replicas
+    if table_update(config.optimizer) is not ROW_WISE:
+        return 0.0
+    if has_read_rows(config):
+        rows = most_rows(config, stage, division)
+    else:
+        rows = stage.trained.table_elements / memory.row_width / config.parallel.memory_rows
+    sums = _ROW_SUM * rows * len(memory.tables) / division.table_replicas
     return 2 * (columns - 1) / columns * sums
 
 

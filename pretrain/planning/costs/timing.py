@@ -25,6 +25,7 @@ from pretrain.planning.costs.formulas import attended_flops, backward_flops, tra
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
+from pretrain.planning.costs.read_rows import has_read_rows, read_elements
 from pretrain.planning.costs.reductions import Weights, exposed
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
@@ -377,12 +378,17 @@ def _after_backward(
         (TimePart.MEMORY_UPDATE, trained_tables(config, stage), division.table_replicas),
         (TimePart.UPDATE, trained_dense(config, stage), division.replicas * layout.context),
     ):
+        if part == TimePart.MEMORY_UPDATE and has_read_rows(config):
+            # Of the rows that were read alone.
+            weights += read_elements(config, stage, division) - stage.trained.table_elements / layout.memory
         owned = weights / replicas
         on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
         # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
         updated = (28 + element) * owned
         if part == TimePart.MEMORY_UPDATE and table_update(config.optimizer) is ROW_WISE:
             tables = stage.trained.table_elements / layout.memory / replicas
+            if has_read_rows(config):
+                tables = read_elements(config, stage, division)
             updated += (table_step_bytes(config) - 28 - element) * tables
         moved = 4 * weights + 3 * 4 * owned + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s

@@ -29,6 +29,7 @@ from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.step import Batch, train_step
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
@@ -278,13 +279,16 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         ):
             recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
             recorder.assign([b.grad_data for b in buffers], gradients)
-        # Weights that are not trained are in no buffer.
+        # Weights that are not trained are in no buffer, nor tables whose gradients are the rows that were read.
         tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
-        still = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        still = [p for p in chunk.parameters() if not p.requires_grad or row_gradient_of(p) is not None]
         recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
         recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
-    parts = (MemoryPart.OPTIMIZER, MemoryPart.TABLE_OPTIMIZER)
-    for part, of_domain in zip(parts, optimizer.chained_optimizers, strict=False):
+    dense, *split = optimizer.chained_optimizers
+    for part, of_domain in (
+        (MemoryPart.OPTIMIZER, dense),
+        *((MemoryPart.TABLE_OPTIMIZER, of_domain) for of_domain in split),
+    ):
         if of_domain.is_stub_optimizer:
             continue
         # In fp32 the main weights are the model's own.

@@ -1,0 +1,127 @@
+"""Gradients of tables that hold the rows which a step read, and not the table.
+
+A step's lookups are kept until its last backward pass, and then added up: each distinct row that was read has one row of
+sums. That takes the memory of what was read, and a row's sum has the bits that it has in a dense gradient: the same
+additions, in the order of the lookups.
+
+Legend: M entries of all lookups, N rows of sums, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+"""A `kernels.common.tables.SegmentAccumulate`."""
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Operands of `kernels.segment_accumulate.naive.segment_accumulate`, and an implementation of it."""
+
+    accumulate: Accumulate
+    ids: Tensor
+    coef: Tensor
+    vec: Tensor
+    bins: Tensor | None
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """Rows that lookups read, each once.
+
+    Attributes:
+        rows: [N] int64, ascending. On a GPU N is the most that there could be, and rows behind the last repeat the first.
+        sources: [N] int64, the row of the sums that belongs to each of `rows`; None: its own.
+        slots: of each lookup, in the shape of its ids: the rows of the sums, -1 for rows that others hold.
+    """
+
+    rows: Tensor
+    sources: Tensor | None
+    slots: tuple[Tensor, ...]
+
+
+class RowGradient:
+    """A table's gradient of one step.
+
+    Attributes:
+        read: rows, once `add_up` has added them up.
+        sums: [N, W] fp32, likewise.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        """
+        Args:
+            num_rows, width: of the table.
+        """
+        self._num_rows, self._width = num_rows, width
+        self._lookups: list[_Lookup] = []
+        self.read: DistinctRows | None = None
+        self.sums: Tensor | None = None
+
+    def add(self, accumulate: Accumulate, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
+        """Keep a lookup's part of the gradient."""
+        self._lookups.append(_Lookup(accumulate, ids, coef, vec, bins))
+
+    def clear(self) -> None:
+        """Forget lookups and sums."""
+        self._lookups.clear()
+        self.read = self.sums = None
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        """The same for tables that the same lookups read: their tensors of ids live in the lookups."""
+        return (self._num_rows, *(id(lookup.ids) for lookup in self._lookups))
+
+    def _add_up(self, read: DistinctRows) -> None:
+        self.read = read
+        self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
+        if read.rows.numel():
+            for lookup, slots in zip(self._lookups, read.slots, strict=True):
+                lookup.accumulate(self.sums, slots, lookup.coef, lookup.vec, lookup.bins)
+        self._lookups.clear()
+
+    @staticmethod
+    def add_up(gradients: Iterable[RowGradient]) -> None:
+        """Add up what lookups have left. Rows are looked for once for tables that the same lookups read."""
+        waiting = [gradient for gradient in gradients if gradient._lookups]
+        # Before any lookup is dropped, and another tensor may get its ids' number.
+        keys = [gradient._key for gradient in waiting]
+        known: dict[tuple[int, ...], DistinctRows] = {}
+        for key, gradient in zip(keys, waiting, strict=True):
+            if key not in known:
+                known[key] = distinct_rows([lookup.ids for lookup in gradient._lookups], gradient._num_rows)
+            gradient._add_up(known[key])
+
+
+def distinct_rows(lookups: Sequence[Tensor], num_rows: int) -> DistinctRows:
+    """Rows that lookups read, by a sort of all entries. No shape depends on data on a GPU, so that nothing waits for it.
+
+    Args:
+        lookups: ids of each, at least one, of any shape. A number outside [0, num_rows) is of a row that others hold.
+        num_rows: of the table.
+    """
+    ids = torch.cat([ids.reshape(-1) for ids in lookups])
+    most, device = min(ids.numel(), num_rows), ids.device
+    # Rows of others come behind all own ones.
+    ordered, order = torch.where((ids >= 0) & (ids < num_rows), ids, num_rows).sort()
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    places = begins.cumsum(0).sub_(1)
+    rows = torch.full((most + 1,), num_rows, dtype=torch.int64, device=device)
+    rows = rows.scatter_(0, places, ordered.to(torch.int64))[:most]
+    places = torch.where(ordered == num_rows, -1, places).to(torch.int32)
+    slots = torch.empty_like(places).scatter_(0, order, places)
+    parts = slots.split([ids.numel() for ids in lookups])
+    by_lookup = tuple(part.view(ids.shape) for part, ids in zip(parts, lookups, strict=True))
+    if device.type == "cpu" and type(rows) is torch.Tensor:
+        # Host sync: none on a CPU, where rows that were not read need no sums. (A dry run's tensors have no values.)
+        return DistinctRows(rows[: int((rows < num_rows).sum())].clone(), None, by_lookup)
+    sources = torch.where(rows < num_rows, torch.arange(most, device=device), 0)
+    # Without a row of its own a rank repeats its first, whose sum is then zero.
+    return DistinctRows(rows[sources].clamp_(max=num_rows - 1), sources, by_lookup)

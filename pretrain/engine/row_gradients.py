@@ -1,0 +1,56 @@
+"""Tables whose gradients are the rows that a step read (`optimizer.table_gradients: rows`).
+
+Megatron's DDP does not know of them: it would keep a dense gradient, and a copy of the weights while it makes one. They
+have one replica, so that there is nothing to reduce. Lookups are kept until a step's last backward pass, and then added
+up (`kernels.common.row_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from kernels.common.row_gradient import RowGradient
+from megamem.model import MemoryGPTModel
+from pretrain.config.schema import RunConfig
+from pretrain.config.updates import keeps_rows
+
+
+def row_gradient_of(parameter: Tensor) -> RowGradient | None:
+    """The gradient of a table of this kind; None of other parameters."""
+    found: RowGradient | None = getattr(parameter, "row_gradient", None)
+    return found
+
+
+@contextmanager
+def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[None]:
+    """Within the block, the tables that are to have such gradients seem not to be trained; they have them afterwards."""
+    tables = [table for bank in chunk.own_banks for table in bank.parameters() if table.requires_grad]
+    if not keeps_rows(config.optimizer):
+        tables = []
+    for table in tables:
+        table.requires_grad_(False)
+    yield
+    for table in tables:
+        table.requires_grad_(True)
+        table.row_gradient = RowGradient(*table.shape)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def add_up_rows(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None) -> None:
+    """Add up the gradients of a step, of which all backward passes are done.
+
+    Args:
+        num_tokens: of the step over all ranks, which gradients are divided by.
+    """
+    gradients = [
+        gradient for chunk in chunks for table in chunk.parameters() if (gradient := row_gradient_of(table)) is not None
+    ]
+    RowGradient.add_up(gradients)
+    for gradient in gradients:
+        if gradient.sums is not None and num_tokens is not None:
+            gradient.sums.mul_(1.0 / num_tokens.clamp(min=1))

@@ -1,0 +1,54 @@
+"""Bytes of gradients of tables that are the rows which a step reads (`optimizer.table_gradients: rows`).
+
+Until a step's last backward pass a rank keeps what its lookups left (ids, coefficients, vectors), and then as many rows of
+sums as there can be: of the entries of the step, or of the table. On a CPU there are as many as were read.
+"""
+
+from __future__ import annotations
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.updates import keeps_rows
+from pretrain.planning.costs.stages import Division, Stage
+
+_SUM = 4
+_PLACES = 8 + 8
+"""Bytes per row of sums: its number in the table, and the sum that belongs to it."""
+
+
+def has_read_rows(config: RunConfig) -> bool:
+    """True if gradients of tables are rows that were read."""
+    return config.model.memory is not None and keeps_rows(config.optimizer)
+
+
+def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Rows of all banks, on a rank, that a step can read at the most."""
+    memory, layout = config.model.memory, config.parallel
+    assert memory is not None
+    entries = layout.memory * division.rank_tokens * memory.lookup.rows * division.num_microbatches
+    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
+    total = 0.0
+    for rows in rows_of_banks:
+        lookups = stage.backward_lookups.count(rows) / rows_of_banks.count(rows)
+        total += min(entries * lookups, rows / layout.memory_rows)
+    return total
+
+
+def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Elements of those rows in all tables, on a rank."""
+    memory = config.model.memory
+    assert memory is not None
+    return most_rows(config, stage, division) * memory.row_width / config.parallel.memory_columns
+
+
+def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
+    """Bytes that the operands of table gradients take until a step's last backward pass.
+
+    Args:
+        by_lookup: bytes of one lookup's.
+    """
+    return division.num_microbatches * len(stage.backward_lookups) * by_lookup
+
+
+def sum_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of the sums, after that pass."""
+    return _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)

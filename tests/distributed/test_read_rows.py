@@ -1,0 +1,203 @@
+"""Gradients of the rows that a step reads make the update that dense ones make, to the bit: losses, norms, weights and
+state, of every family, on layouts that have one replica of a table.
+
+Batches are so small that most rows of a table are not read in a step, and some in none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from test_checkpoint_layouts import read_all
+from test_kinds_layouts import KINDS
+from test_layouts import shards
+from test_token_layouts import config_of as of_tokens
+from tiny_runs import PRIVATE, SHARED, build, joined, on, tiny_run
+from torch import Tensor
+
+from kernels.common.row_gradient import RowGradient, distinct_rows
+from megamem.config import ModelConfig
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from pretrain.engine.row_gradients import row_gradient_of
+from pretrain.errors import ConfigError
+
+NUM_STEPS = 3
+MODELS: dict[str, ModelConfig] = {
+    "shared": SHARED.model,
+    "private": PRIVATE.model,
+    **{kind: replace(SHARED.model, memory=memory) for kind, memory in KINDS.items() if "," not in kind},
+    **{kind: of_tokens(kind).model for kind in ("move", "lave", "tide", "engram", "engram, ple")},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"micro_batch_size": 4}),
+    "one rank, two microbatches, recomputed": (1, {"micro_batch_size": 2, "recompute": "full"}),
+    "memory 2 of rows": (2, {"memory": 2, "memory_rows": 2, "micro_batch_size": 2}),
+    "tensor 2 x memory 4, 2 of rows": (4, {"tensor": 2, "memory": 4, "memory_rows": 2, "micro_batch_size": 1}),
+    "pipeline 2 x virtual 2 x memory 2": (
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1},
+    ),
+    "context 2 x memory 2": (2, {"context": 2, "memory": 2, "micro_batch_size": 2}),
+}
+TRIED: dict[str, tuple[str, ...]] = {
+    "one rank": tuple(MODELS),
+    "one rank, two microbatches, recomputed": ("shared", "ultramem", "engram"),
+    "memory 2 of rows": ("shared", "ultramem"),
+    "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
+    "pipeline 2 x virtual 2 x memory 2": ("private",),
+    "context 2 x memory 2": ("move", "engram"),
+}
+
+
+def config_of(
+    model: ModelConfig, table_gradients: Literal["dense", "rows"], precision: Literal["fp32", "bf16"]
+) -> RunConfig:
+    optimizer = replace(
+        SHARED.optimizer, tables="row_wise", table_gradients=table_gradients, value_weight_decay=0.0, beta2=0.9
+    )
+    train = replace(SHARED.train, precision=precision, global_batch_size=4, sequence_length=8)
+    return replace(SHARED, model=model, optimizer=optimizer, train=train)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Results of a rank: loss and norm of each step, weights, and state of the tables by the name of its entry."""
+
+    steps: list[tuple[float, float]]
+    weights: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def trained(config: RunConfig, groups: Any) -> Trained:
+    run = build(config, groups)
+    steps = run.train(NUM_STEPS)
+    entries = run.optimizer.sharded_state_dict([chunk.sharded_state_dict() for chunk in run.bare])
+    state = {key: entry.data.clone() for key, entry in entries.items() if ".row_" in key}
+    return Trained(steps, {shard.key: shard.data.clone() for shard in shards(run.bare)}, state)
+
+
+def differences(one: Trained, other: Trained) -> list[str]:
+    assert one.weights.keys() == other.weights.keys()
+    assert one.state.keys() == other.state.keys()
+    found = [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])]
+    found += [name for name in one.state if not torch.equal(one.state[name], other.state[name])]
+    return found if one.steps == other.steps else [*found, f"{one.steps} {other.steps}"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_rows_make_the_update_that_dense_gradients_make(run_ranks: Any, num_ranks: int) -> None:
+    def main() -> dict[tuple[str, ...], tuple[list[str], float]]:
+        found = {}
+        for layout, (size, axes) in LAYOUTS.items():
+            for number, kind in enumerate(TRIED[layout]) if size == num_ranks else ():
+                precision: Literal["fp32", "bf16"] = "fp32" if number % 2 else "bf16"
+                ways: Any = ("dense", "rows")
+                configs = [on(config_of(MODELS[kind], way, precision), **axes) for way in ways]
+                validate(configs[1], num_ranks)
+                with joined(configs[0]) as groups:
+                    dense, rows = (trained(config, groups) for config in configs)
+                last = torch.cat([part for key, part in rows.state.items() if ".row_last_update." in key])
+                found[layout, kind] = differences(dense, rows), float((last < NUM_STEPS).float().mean())
+        return found
+
+    for by_rank in run_ranks(main, num_ranks):
+        assert {names: different for names, (different, _) in by_rank.items() if different} == {}
+        # Of the larger tables' rows many were not read in the last step, or in none.
+        assert all(
+            stale > 0.1 for (_, kind), (_, stale) in by_rank.items() if kind in ("shared", "private", "ultramem")
+        )
+
+
+def test_no_gradient_is_dense_and_a_resumed_run_is_the_straight_one(run_ranks: Any, tmp_path: Path) -> None:
+    """Killed behind a save, on another layout, and by dense gradients: the same bits; and AdamW goes on with moments as
+    of the save."""
+    rows = config_of(SHARED.model, "rows", "bf16")
+    dense = config_of(SHARED.model, "dense", "bf16")
+
+    def straight() -> list[str]:
+        with tiny_run(rows) as run:
+            run.train(2)
+            run.save(tmp_path)
+            tables = [table for bank in run.bare[0].own_banks for table in bank.parameters()]
+            assert all(table.grad is None and not hasattr(table, "main_grad") for table in tables)
+            gradients = [row_gradient_of(table) for table in tables]
+            assert all(gradient is not None and gradient.sums is None for gradient in gradients)
+            run.train(1)
+            expected = {shard.key: shard.data.clone() for shard in shards(run.bare)}
+        different = []
+        for config in (rows, dense):
+            with tiny_run(config) as run:
+                run.resume(tmp_path / "step_00000002")
+                run.train(1)
+                found = {shard.key: shard.data for shard in shards(run.bare)}
+                different += [key for key in expected if not torch.equal(found[key], expected[key])]
+        return different
+
+    assert run_ranks(straight, 1) == [[]]
+    elements = on(replace(dense, optimizer=replace(dense.optimizer, tables="adamw")), memory=2, micro_batch_size=2)
+
+    def to_elements() -> None:
+        with tiny_run(elements) as run:
+            run.resume(tmp_path / "step_00000002")
+            run.save(tmp_path / "elements")
+
+    run_ranks(to_elements, 2)
+    before, after = read_all(tmp_path / "step_00000002"), read_all(tmp_path / "elements" / "step_00000002")
+    names = [name.removeprefix("optimizer.state.row_last_update.") for name in before if ".row_last_update." in name]
+    assert len(names) == 4
+    for name in names:
+        moments, last = (before[f"optimizer.state.{part}.{name}"] for part in ("row_exp_avg_sq", "row_last_update"))
+        assert set(last.tolist()) == {0.0, 1.0, 2.0}
+        current = moments.double() * 0.9 ** (2 - last.double())
+        of_elements = after[f"optimizer.state.exp_avg_sq.{name}"].double()
+        assert torch.allclose(of_elements, current.unsqueeze(1).expand_as(of_elements), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_ranks", "words"),
+    [
+        ({"optimizer": {"value_weight_decay": 0.1}}, 1, ("weight decay is 0.1", "value_weight_decay: 0")),
+        ({}, 4, ("4 ranks of a pipeline stage hold 4 replicas", "use parallel.memory 4")),
+        (
+            {"parallel": {"pipeline": 2}, "model": MODELS["tide"]},
+            2,
+            ("every stage holds a copy", "parallel.pipeline: 1"),
+        ),
+    ],
+    ids=["decay", "replicas", "copies"],
+)
+def test_what_cannot_have_rows_is_refused(change: dict[str, Any], num_ranks: int, words: tuple[str, ...]) -> None:
+    config = config_of(change.get("model", SHARED.model), "rows", "fp32")
+    config = replace(config, train=replace(config.train, micro_batch_size=1))
+    config = replace(config, optimizer=replace(config.optimizer, **change.get("optimizer", {})))
+    config = replace(config, parallel=replace(config.parallel, **change.get("parallel", {})))
+    with pytest.raises(ConfigError) as refused:
+        validate(config, num_ranks)
+    assert all(word in str(refused.value) for word in ("optimizer.table_gradients is rows", *words))
+    validate(replace(config, optimizer=replace(config.optimizer, table_gradients="dense")), num_ranks)
+
+
+def test_rows_without_a_count_are_padded_with_the_first() -> None:
+    """As on a GPU, here by a subclass without values to look at: as many rows as there could be."""
+
+    class Uncounted(torch.Tensor):
+        pass
+
+    ids = [torch.tensor([[5, 2], [9, 5]]), torch.tensor([2, -1, 7])]
+    counted = distinct_rows(ids, 8)
+    assert counted.rows.tolist() == [2, 5, 7]
+    assert [slots.tolist() for slots in counted.slots] == [[[1, 0], [-1, 1]], [0, -1, 2]]
+    padded = distinct_rows([part.as_subclass(Uncounted) for part in ids], 8)
+    assert padded.sources is not None
+    assert padded.rows.tolist() == [2, 5, 7, 2, 2, 2, 2]
+    assert padded.sources.tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert [slots.tolist() for slots in padded.slots] == [slots.tolist() for slots in counted.slots]
+    nobody = distinct_rows([torch.tensor([8, -3]).as_subclass(Uncounted)], 8)
+    assert nobody.rows.tolist() == [7, 7]
+    assert nobody.slots[0].tolist() == [-1, -1]
+    assert RowGradient(8, 2).sums is None
