@@ -29,6 +29,7 @@ from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import ByteTokenizer
 from tests.whole_tensors import whole_tensors
+from tools.maintenance.served_tables import grow
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 
@@ -262,6 +263,19 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
         torch.testing.assert_close(
             model(some_tokens()).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
         )
+
+
+def test_a_folder_with_other_tables_is_a_model_to_measure(exported: Any, tmp_path: Path) -> None:
+    table_bytes = grow(exported("v2, ring, gelu")[0], 24, tmp_path)
+    for device in (None, "cpu"):
+        model = load(tmp_path, memory_device=device)
+        banks = list(model.model.banks.values())
+        tables = [bank.on_host[name] if device else getattr(bank, name) for bank in banks for name in bank.names]
+        assert sum(table.nbytes for table in tables) == table_bytes
+        assert {len(table) for table in tables} == set(model.config.memory["bank_rows"])
+        assert {layer["num_rows"] for layer in model.config.memory["layers"]} == {24**2}
+        with torch.no_grad():
+            assert model(some_tokens()).logits.isfinite().all()
 
 
 def test_a_model_without_its_tables_is_not_saved(exported: Any, tmp_path: Path) -> None:
