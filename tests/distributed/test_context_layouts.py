@@ -14,13 +14,23 @@ from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, joined, on, random_batches, t
 from torch import Tensor
 
 from megamem.documents import DOCUMENT_BOUNDS
+from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
 from megamem.rotary_config import RotaryScalingConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import DataConfig, RunConfig
 from pretrain.engine.build import build_chunks
 
 STEPS = 2
+NGRAMS = replace(
+    SHARED,
+    model=replace(
+        SHARED.model,
+        memory=EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(0, 2))),
+    ),
+)
+"""N-grams and convolutions that look back across cuts, but not across documents."""
 SCALING = RotaryScalingConfig("yarn", factor=16.0, original_length=16, beta_fast=2.0, beta_slow=0.1)
 CUT: dict[str, tuple[RunConfig, dict[str, Any]]] = {
     "context 4": (SHARED, {"context": 4}),
@@ -37,6 +47,9 @@ WHOLE: dict[str, tuple[RunConfig, dict[str, Any]]] = {
     "pipeline 4, full recomputation": (PRIVATE, {"pipeline": 4, "recompute": "full", "micro_batch_size": 1}),
     "pipeline 2 x virtual 2 x data 2": (PRIVATE, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
 }
+LOOKING_BACK: dict[str, tuple[RunConfig, dict[str, Any]]] = {
+    "n-grams, tensor 2 x context 2": (NGRAMS, {"tensor": 2, "context": 2})
+}
 DOCUMENTS = ("joined", "separate")
 
 
@@ -51,6 +64,9 @@ def cases() -> dict[tuple[str, str, str], RunConfig]:
         documents = DOCUMENTS[(i + j) % 2]
         config = with_documents(on(model, **axes), documents)
         found[name, way, documents] = replace(config, parallel=replace(config.parallel, context_attention=way))
+    for (name, (model, axes)), way in itertools.product(LOOKING_BACK.items(), WAYS):
+        config = with_documents(on(model, **axes), "separate")
+        found[name, way, "separate"] = replace(config, parallel=replace(config.parallel, context_attention=way))
     for name, (model, axes) in WHOLE.items():
         found[name, "-", "separate"] = with_documents(on(model, **axes), "separate")
     return found
@@ -76,7 +92,7 @@ def of_one_rank(run_ranks: Any) -> dict[tuple[int, str], list[tuple[float, float
     (found,) = run_ranks(
         lambda: {
             (id(model), documents): losses(with_documents(model, documents))
-            for model in (SHARED, PRIVATE)
+            for model in (SHARED, PRIVATE, NGRAMS)
             for documents in DOCUMENTS
         },
         1,
@@ -91,14 +107,14 @@ def of_four(run_ranks: Any) -> list[dict[Any, list[tuple[float, float]]]]:
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_losses_and_norms_are_those_of_one_rank(of_four: Any, of_one_rank: Any, case: tuple[str, str, str]) -> None:
-    model, _ = {**CUT, **WHOLE}[case[0]]
+    model, _ = {**CUT, **WHOLE, **LOOKING_BACK}[case[0]]
     for of_rank in of_four:
         for row, expected in zip(of_rank[case], of_one_rank[id(model), case[2]], strict=True):
             assert row == pytest.approx(expected, rel=1e-5)
 
 
 def test_separate_documents_train_another_model(of_one_rank: Any) -> None:
-    for model in (SHARED, PRIVATE):
+    for model in (SHARED, PRIVATE, NGRAMS):
         together, apart = (of_one_rank[id(model), documents] for documents in DOCUMENTS)
         assert abs(together[0][0] - apart[0][0]) > 1e-4
 

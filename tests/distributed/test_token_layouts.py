@@ -12,7 +12,7 @@ import torch
 from tiny_runs import SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
 from torch import Tensor
 
-from megamem.config import LatentAttentionConfig
+from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
@@ -25,13 +25,15 @@ from pretrain.config.schema import RunConfig
 
 # The second shows the weights after the first one's update, and steps by moments.
 STEPS = 2
-# Tolerance of a weight, against its tensor's largest element on one rank. Engram's gate has a root, whose slope is up to 500.
+# Tolerance of a weight, against its tensor's largest element on one rank. Engram's gate has a root, whose slope is up to
+# 500; `test_layouts_fp64.py` tells rounding from anything else.
 TOLERANCE, OF_ROOTS = 1e-5, 5e-5
 HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
 LATENTS = LatentAttentionConfig(latent_dim=12, rotary_dim=4)
 QUERIES_TOO = replace(LATENTS, query_latent_dim=20)
 OF_LATENTS: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 12, "num_gate_heads": 4}
+NGRAMS = EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(every=2))
 KINDS: dict[str, MemoryConfig | None] = {
     "move": MoveConfig(num_slots=3, **VALUES),
     "move, ungated": MoveConfig(num_slots=2, gated_standard_path=False, **VALUES),
@@ -40,7 +42,9 @@ KINDS: dict[str, MemoryConfig | None] = {
     "tide, no gain, every second block": TideConfig(
         vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, row_gain=False, placement=PlacementConfig(every=2)
     ),
-    "engram": EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(every=2)),
+    "engram": NGRAMS,
+    "engram beside experts": NGRAMS,
+    "engram, documents apart": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 3))),
     "engram, ple": EngramConfig(
         rules="ple",
         value_dim=8,
@@ -58,6 +62,7 @@ KINDS: dict[str, MemoryConfig | None] = {
     "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
     "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
+    "latents, engram": replace(NGRAMS, projection_biases=False),
     "latents, lave": LaveConfig(mixed_into="latents", placement=PlacementConfig(every=2), **OF_LATENTS),
 }
 
@@ -96,18 +101,27 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, move",
         "latents, move for values alone",
         "engram, ple",
+        "engram beside experts",
     ),
     "context 2 x memory 2": (
         *EVERYWHERE,
+        "latents, engram",
         "move, ungated",
         "tide, no gain, every second block",
         "latents, move for values alone",
         "latents, lave",
     ),
-    FULL: EVERYWHERE,
-    SELECTIVE: (*EVERYWHERE, "move, ungated", "latents, of queries too, move", "latents, lave"),
+    FULL: (*EVERYWHERE, "engram, documents apart"),
+    SELECTIVE: (
+        *EVERYWHERE,
+        "move, ungated",
+        "latents, of queries too, move",
+        "latents, lave",
+        "latents, engram",
+        "engram beside experts",
+    ),
     "pipeline 4": ("move", "latents, move", "engram, ple"),
-    HALOS: ("engram", "engram, ple"),
+    HALOS: ("engram", "engram, ple", "engram, documents apart", "engram beside experts"),
 }
 """Kinds that are trained on each layout."""
 
@@ -119,8 +133,11 @@ def config_of(kind: str) -> RunConfig:
         model = replace(model, num_query_groups=None, latent_attention=latent)
     if "one key/value head" in kind:
         model = replace(model, num_query_groups=1)
+    if "beside experts" in kind:
+        model = replace(model, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24))
+    data = replace(SHARED.data, documents="separate" if "documents apart" in kind else "joined")
     optimizer = replace(SHARED.optimizer, tables="row_wise") if kind in BY_ROW else SHARED.optimizer
-    return replace(SHARED, model=replace(model, memory=KINDS[kind]), optimizer=optimizer)
+    return replace(SHARED, model=replace(model, memory=KINDS[kind]), optimizer=optimizer, data=data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +224,7 @@ def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], kind: str, 
         error = (weight - expected[name][place_of(offset, weight)]).abs().max() / expected[name].abs().max().clamp_min(
             1e-3
         )
-        assert error <= (OF_ROOTS if kind.startswith("engram") else TOLERANCE), name
+        assert error <= (OF_ROOTS if "engram" in kind else TOLERANCE), name
         assert torch.equal(seen.setdefault((name, offset), weight), weight), f"copies of {name} differ"
     assert {name for name, _ in seen} == set(expected)
 
@@ -237,7 +254,7 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["move", "tide", "latents, move"])
+@pytest.mark.parametrize("kind", ["move", "tide", "latents, move", "engram"])
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
@@ -260,9 +277,10 @@ def test_what_one_layout_saves_another_one_resumes(
             assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["move", "engram"])
+def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any], kind: str) -> None:
     """The copies on other stages do not count in the norm there either."""
-    config = config_of("move")
+    config = config_of(kind)
     config = replace(config, optimizer=replace(config.optimizer, value_offload="cpu"))
 
     def main() -> list[tuple[float, float]]:
@@ -270,18 +288,19 @@ def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[s
             return run.train(STEPS)
 
     for (loss, norm), (expected_loss, expected_norm) in zip(
-        run_ranks(main, 2)[0], trained["one rank"]["move"][0].steps, strict=True
+        run_ranks(main, 2)[0], trained["one rank"][kind][0].steps, strict=True
     ):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
-    """Ranks of a group that has one rank generate do so."""
+    """Ranks of a group that has one rank generate do so. Experts are refused there: they are split, too."""
+    kinds = [kind for kind, memory in KINDS.items() if memory is not None and "experts" not in kind]
 
     def main() -> int:
         with joined(on(config_of("move"), memory=2)) as groups:
-            for kind in (kind for kind, memory in KINDS.items() if memory is not None):
+            for kind in kinds:
                 (model,) = build(on(config_of(kind), memory=2), groups).bare
                 announce_tokens(model.banks.values(), (5, 0))
                 with torch.no_grad():
@@ -290,6 +309,6 @@ def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
                         assert model(ids, ids, None).shape[:2] == (1, 5)
                     else:
                         model.serve_memory()
-        return len(KINDS)
+        return len(kinds)
 
-    assert run_ranks(main, 2) == [len(KINDS)] * 2
+    assert run_ranks(main, 2) == [len(kinds)] * 2
