@@ -113,7 +113,7 @@ class Backbone:
 
 
 class Scoring(Enum):
-    """Score by which an entry is one of the K best of a head."""
+    """Score by which an entry is one of the K best of a head, or what stands in its place."""
 
     TUCKER = "tucker"
     """The Tucker-decomposed score of its row and its column."""
@@ -123,6 +123,25 @@ class Scoring(Enum):
     """The same, for halves of the outputs of attention's heads; each head's values are summed by themselves."""
     ROWS = "rows"
     """The score of a key of its own."""
+    NGRAMS = "ngrams"
+    """None: hashes of a token's n-grams are the rows."""
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """N-grams of token ids whose hashes are the rows that a token reads.
+
+    Attributes:
+        max_order: tokens of the longest n-gram; there are those of every order from 2 on.
+        boundary_id: token id that stands for what is not there.
+        cuts_at_boundary: a token of that id hides all older ones from those behind it.
+        head_rows: rows of every head, by memory layer, order by order; each order has as many heads.
+    """
+
+    max_order: int
+    boundary_id: int
+    cuts_at_boundary: bool
+    head_rows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +151,7 @@ class MemoryConfig(Config, ABC):
     has_kinds: ClassVar[bool] = True
     """One for each family."""
     scoring: ClassVar[Scoring | None] = None
-    """Scoring by which the family's layers choose what they read; None: they score nothing."""
+    """Scoring by which the family's layers choose what they read; None: a token's id alone says it."""
     slot: ClassVar[Slot | None] = None
     """Slot in which the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False
@@ -239,6 +258,15 @@ class MemoryConfig(Config, ABC):
     def ids_before(self) -> int:
         """Token ids before its own that a token's rows depend on."""
         return 0
+
+    def ngrams(self, num_layers: int) -> Ngrams | None:
+        """The n-grams that address the rows of a model with `num_layers` memory layers, if they do."""
+        return None
+
+    @property
+    def kept_files(self) -> Mapping[str, str]:
+        """Keys that name a file which every layer keeps whole in a buffer, and the buffer's name, by key."""
+        return {}
 
     @property
     def slot_names(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def export(
     """Write a checkpoint's model into a folder, which is there and empty."""
     tensors = exported_tensors(config, source, vocab_size=vocab_size)
     small = {"tokenizer": tokenizer, "vocab_size": vocab_size, "figures": figures}
-    write_small_files(config, source.tensors, folder, **small)
+    write_small_files(config, source, folder, **small)
     write_safetensors(folder, tensors, max_file_bytes)
 
 

@@ -119,6 +119,10 @@ class MemoryLayer(MegatronModule):
         """
         return None
 
+    def hashed_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids by which n-grams of these token ids are told apart, of the same shape (`MemoryConfig.ngrams`)."""
+        raise AssertionError(f"{type(self).__name__} reads no n-grams")
+
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's own output for `hidden` [s, b, D], whatever else its slot or its chunk give it; its variance is
         measured at initialisation."""

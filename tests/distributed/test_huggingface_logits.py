@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exported import export
@@ -15,6 +16,8 @@ from tiny_runs import MEMORY, SHARED, build_chunks, joined
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.engram.config import EngramConfig
+from megamem.families.engram.token_map import read_token_map
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
@@ -41,7 +44,9 @@ LINEAR: Any = {"num_heads": 2, "num_rows": 50, "key_dim": 6, "top_k": 5, "value_
 INSERTED = PlacementConfig(blocks=(0, 2), position="inserted")
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 V2 = replace(MEMORY, top_k=6)
+NGRAMS: Any = {"heads_per_order": 2, "rows_per_head": 40, "value_dim": 6, "vocab_size": VOCAB_SIZE, "boundary_id": 7}
 MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
+TOKEN_MAP = "to_50_ids.npy"
 BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
 MODELS: dict[str, ModelConfig] = {
     "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
@@ -125,17 +130,34 @@ MODELS: dict[str, ModelConfig] = {
         BASE, memory=UltraMemConfig(value_dim=16, queries_per_head=True, **{**GRID, "num_heads": 3})
     ),
     "v2, inserted": replace(BASE, memory=replace(V2, pre_value_dim=0, placement=INSERTED)),
+    "engram": replace(
+        BASE,
+        memory=EngramConfig(
+            **NGRAMS, token_map=TOKEN_MAP, compressed_vocab_size=50, placement=PlacementConfig(blocks=(1, 3))
+        ),
+    ),
+    "engram beside experts": replace(
+        BASE, moe=MOE, memory=EngramConfig(**NGRAMS, conv_kernel=0, placement=PlacementConfig(blocks=(0, 1)))
+    ),
+    "ple": replace(
+        BASE,
+        memory=EngramConfig(
+            rules="ple", **(NGRAMS | {"boundary_id": 200}), max_order=4, conv_kernel=2, projection_biases=False
+        ),
+    ),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
 }
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
-SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", *GROWN]
+SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", *GROWN]
 TRAINED = [
     "v2",
     "ultramem, skipping and overlapping",
     "moe",
     "memory_plus",
     "ultramem, inserted, queries per head",
+    "engram",
+    "ple",
     *GROWN,
 ]
 OWN = [name for name in MODELS if not name.startswith("dense")]
@@ -149,6 +171,7 @@ def some_tokens(sequences: int = 3, length: int = 16) -> Tensor:
 def exported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensor]]:
     """A model's exported folder and its logits before, by the model's name; weights are large enough to matter."""
     root = tmp_path_factory.mktemp("exported")
+    np.save(root / TOKEN_MAP, np.arange(VOCAB_SIZE, dtype=np.int32) % 50)
 
     def main() -> dict[str, Tensor]:
         logits = {}
@@ -158,6 +181,9 @@ def exported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
         with joined(SHARED) as groups:
             for number, (name, model) in enumerate(MODELS.items()):
                 config = replace(SHARED, model=model)
+                if name == "engram":
+                    memory = replace(model.memory, token_map=str(root / TOKEN_MAP))  # type: ignore[type-var]
+                    config = replace(config, model=replace(model, memory=memory))
                 (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
                 with torch.no_grad():
                     for parameter in chunk.parameters():
@@ -223,7 +249,7 @@ def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
         torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "midus"])
+@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "ple"])
 def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
     model = load(exported(name)[0])
     tokens, num_new = some_tokens(2, 9), 6
@@ -244,14 +270,16 @@ def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any,
         assert [row[-num_new:].tolist() for row in out] == [row.tolist() for row in alone], options
 
 
-def test_padding_is_seen_by_nobody(exported: Any) -> None:
-    folder, expected = exported("v2")
+@pytest.mark.parametrize("name", ["v2", "engram", "ple"])
+def test_padding_is_seen_by_nobody(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
     padded = torch.cat((torch.zeros(3, 4, dtype=torch.int64), some_tokens()), 1)
     mask = (torch.arange(20) >= 4).long().expand(3, -1)
     with torch.no_grad():
-        logits = load(folder)(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    assert not logits.isnan().any()
-    torch.testing.assert_close(logits[:, 4:], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        for given in ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, {}):
+            logits = load(folder)(padded, attention_mask=mask, **given).logits
+            assert not logits.isnan().any()
+            torch.testing.assert_close(logits[:, 4:], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -412,6 +440,41 @@ def test_an_engine_makes_the_inner_model_and_brings_its_attention(exported: Any,
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_an_engine_that_keeps_no_tokens_is_refused_by_a_memory_of_ngrams(exported: Any) -> None:
+    transformers.AttentionInterface.register("an engine's", lambda *_, **__: None)
+    model = load(exported("engram")[0], attn_implementation="an engine's")
+    with pytest.raises(ValueError, match=r"attn_implementation is \"an engine's\".*'sdpa'"):
+        model(some_tokens())
+    assert ["vLLM" in (exported(name)[0] / "README.md").read_text() for name in ("v2", "engram")] == [True, False]
+    with pytest.raises(ValueError, match="inputs_embeds are given"):
+        load(exported("engram")[0])(inputs_embeds=torch.zeros(1, 2, HIDDEN))
+
+
+def test_beams_take_their_last_tokens_along_and_none_are_taken_back(exported: Any) -> None:
+    """Beams that change places in the cache are those of full forward passes."""
+    model, prompt = load(exported("engram")[0]), some_tokens(2, 7)
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(prompt)
+    found = [model.generate(prompt, attention_mask=mask, use_cache=kept, **options) for kept in (True, False)]
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(prompt, attention_mask=mask, assistant_model=load(exported("v2")[0]), max_new_tokens=2)
+    cache = model(prompt).past_key_values
+    with pytest.raises(ValueError, match="without an assistant"):
+        cache.crop(-1)
+
+
+def test_the_map_of_token_ids_goes_along(exported: Any) -> None:
+    folder, _ = exported("engram")
+    imported = open_folder(folder)
+    memory = imported.model.memory
+    assert isinstance(memory, EngramConfig)
+    assert memory.token_map is not None
+    assert Path(memory.token_map) == folder / "token_map.npy"
+    assert read_token_map(Path(memory.token_map), VOCAB_SIZE, 50).tolist() == [number % 50 for number in range(257)]
+    assert replace(imported.model, memory=replace(memory, token_map=TOKEN_MAP)) == MODELS["engram"]
+
+
 def test_an_engine_that_takes_heads_or_blocks_away_is_refused(exported: Any) -> None:
     model = load(exported("midus, stream and heads, LayerNorm before attention and of queries")[0])
     attention = model.model.layers[1].self_attn
@@ -434,8 +497,9 @@ def test_the_inner_model_is_loaded_alone(exported: Any, name: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any) -> None:
-    folder, expected = exported("v2")
+@pytest.mark.parametrize("name", ["v2", "engram", "ple"])
+def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
     tokens = some_tokens()
     positions = torch.arange(tokens.shape[1]).repeat(len(tokens)).unsqueeze(0)
     with torch.no_grad():
@@ -482,7 +546,7 @@ def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exp
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("name", ["v2 beside experts", "ultramem, skipping and overlapping", "peer", "midus"])
+@pytest.mark.parametrize("name", ["v2 beside experts", "ultramem, skipping and overlapping", "peer", "midus", "engram"])
 def test_accelerate_may_leave_weights_on_disk(exported: Any, tmp_path: Path, name: str) -> None:
     folder, expected = exported(name)
     blocks = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(MODELS[name].num_layers)}

@@ -227,7 +227,9 @@ def test_a_memory_that_the_exported_model_does_not_know_is_refused() -> None:
 
 def test_a_memory_that_the_token_addresses_is_refused() -> None:
     memory = LaveConfig(value_dim=8, placement=PlacementConfig(blocks=(1,)))
-    with pytest.raises(CheckpointError, match=r"model\.memory\.kind is lave, which does not choose .* by scores"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.memory\.kind is lave, which chooses .* neither by scores nor by n-grams"
+    ):
         exported_config(
             replace(BASE, memory=memory, head_dim=None),
             vocab_size=VOCAB_SIZE,

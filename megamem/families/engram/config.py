@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, Self
@@ -11,7 +12,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megamem.config_base import Advice, EffectiveWhen
 from megamem.identity import Role
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Ngrams, Scoring, Table
 from megamem.sharing import BankSpec, LayerView, SharingPlan
 from megamem.slots import Slot
 
@@ -22,6 +23,7 @@ ENTRY = Slot(
     edit_path="megamem.families.engram.block:edit",
     module="entry",
     layer_path="megamem.families.engram.block:EngramBlock",
+    is_exported=True,
 )
 """h + Mem(h) before the block's attention and its norm: `forward(h, inputs)` returns [t, b, D] for the residual stream
 h [t, b, D] of this rank's tokens."""
@@ -33,6 +35,8 @@ class EngramConfig(MemoryConfig):
 
     slot: ClassVar[Slot | None] = ENTRY
     """The residual stream before attention."""
+    scoring: ClassVar[Scoring | None] = Scoring.NGRAMS
+    """Nothing is scored."""
     reads_tokens: ClassVar[bool] = True
     """Their n-grams are hashed."""
 
@@ -100,6 +104,11 @@ class EngramConfig(MemoryConfig):
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     @property
+    def cuts_at_boundary(self) -> bool:
+        """True if a token of boundary_id hides all older ones from those behind it."""
+        return self.rules == "ple"
+
+    @property
     def num_heads(self) -> int:
         """H = (N - 1) K: rows of a token."""
         return (self.max_order - 1) * self.heads_per_order
@@ -117,6 +126,17 @@ class EngramConfig(MemoryConfig):
     @property
     def ids_before(self) -> int:
         return self.max_order - 1
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return ("gate",)
+
+    def ngrams(self, num_layers: int) -> Ngrams:
+        return Ngrams(self.max_order, self.boundary_id, self.cuts_at_boundary, self.sizes(num_layers))
+
+    @property
+    def kept_files(self) -> Mapping[str, str]:
+        return {"token_map": "token_map"} if self.token_map is not None else {}
 
     @property
     def num_hashed_ids(self) -> int:

@@ -81,26 +81,36 @@ class EngramLayer(MemoryLayer):
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
         """See `MemoryLayer.addresses`: the rows of all layers' heads, [layers H, s, b]."""
         first = layers[0]
-        memory, ids, boundary = first.memory, token_ids, first.memory.boundary_id
-        if memory.token_map is not None:
-            ids = first.token_map[token_ids]
+        memory, boundary = first.memory, first.memory.boundary_id
         tokens = window(
             # The boundary is a raw id: it is mapped where it is a token.
-            ids,
+            first.hashed_ids(token_ids),
             positions,
             halo,
             max_order=memory.max_order,
             boundary_id=boundary if memory.token_map is None else first.token_map[boundary],
-            cut_at_boundary=memory.rules == "ple",
+            cut_at_boundary=memory.cuts_at_boundary,
         )
         return torch.cat([hashed_rows(tokens, each.multipliers, each.sizes, each.offsets) for each in layers])
 
+    def hashed_ids(self, token_ids: Tensor) -> Tensor:
+        """See `MemoryLayer.hashed_ids`."""
+        return token_ids if self.memory.token_map is None else self.token_map[token_ids]
+
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.forward`."""
-        rows = inputs.addresses_of(self.place, self.memory.num_heads).flatten(1).t().contiguous()
-        return self.mixed(
-            hidden, self.read(rows, hidden.dtype).view(*hidden.shape[:2], self.memory.memory_width), rows, inputs
-        )
+        rows = self._rows(inputs)
+        return self.mixed(hidden, self._read_for(hidden, rows), rows, inputs)
+
+    def slot_weights(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.slot_weights`: the gate."""
+        return self.gate(hidden, self._read_for(hidden, self._rows(inputs))).flatten().unsqueeze(1)
+
+    def _rows(self, inputs: Inputs) -> Tensor:
+        return inputs.addresses_of(self.place, self.memory.num_heads).flatten(1).t().contiguous()
+
+    def _read_for(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return self.read(rows, hidden.dtype).view(*hidden.shape[:2], self.memory.memory_width)
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """e [T, E] of `rows` [T, H]: each head's row, side by side."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamem.memory_config import Scoring
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
@@ -99,12 +100,14 @@ def model_card(config: RunConfig, figures: Figures, *, name: str) -> str:
         "```",
         "",
     ]
-    if own:
+    memory = config.model.memory
+    # An engine's own cache does not keep the tokens before new ones.
+    if own and (memory is None or memory.scoring != Scoring.NGRAMS):
         lines += [
             "vLLM runs it with `--model-impl transformers --trust-remote-code --enforce-eager`.",
             "",
         ]
-    if config.model.memory is not None:
+    if memory is not None:
         lines += [
             "With `memory_device=\"cpu\"` the memory's tables stay in the weights' files, mapped into host memory, and only",
             "the rows that are read go to the model's device.",

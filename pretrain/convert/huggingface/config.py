@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from megamem.block_plan import inserted_blocks, plan_blocks
 from megamem.config import ModelConfig
-from megamem.memory_config import Scoring
+from megamem.memory_config import MemoryConfig, Ngrams, Scoring
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.tensors import TensorInfo
@@ -36,11 +36,15 @@ _PRODUCT_OPTIONS = {
     *("query_bias", "query_norm", "value_proj", "value_bias"),
     *("silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"),
 }
+# Those of `remote_code/ngrams_megamem.py`.
+_NGRAM_WEIGHTS = {"key_proj", "value_proj", "key_gain", "query_gain", "multipliers"}
+_NGRAM_OPTIONS = {"key_bias", "value_bias", "conv", "conv_gain", "token_map"}
 _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     Scoring.TUCKER: (_TUCKER_WEIGHTS, {"pre_value_proj", "permutation"}),
     Scoring.PRODUCT: ({"query_proj", "keys"}, _PRODUCT_OPTIONS),
     Scoring.HEADS: ({"keys", "expansion"}, {"query_gain", "query_bias"}),
     Scoring.ROWS: ({"query_proj", "keys"}, set()),
+    Scoring.NGRAMS: (_NGRAM_WEIGHTS, _NGRAM_OPTIONS),
 }
 
 
@@ -136,8 +140,9 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         return None
     scoring = memory.scoring
     if scoring is None:
-        raise _unknown(model, "which does not choose what it reads by scores")
+        raise _unknown(model, "which chooses what it reads neither by scores nor by n-grams")
     needed, options = _WEIGHTS[scoring]
+    ngrams = memory.ngrams(len(model.memory_spans))
     layers: list[dict[str, Any]] = []
     plans = plan_blocks(model)
     for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
@@ -154,24 +159,43 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
                 "bank": view.bank,
                 "first_row": view.first_row,
                 "num_rows": view.num_rows,
-                "round_keys": _round_keys(model, index, seed),
+                # The rows that entries, or hashes, stand for.
+                **(
+                    {"round_keys": _round_keys(model, index, seed)}
+                    if ngrams is None
+                    else {"head_rows": list(ngrams.head_rows[index])}
+                ),
                 "weights": {name: list(info.shape) for name, info in weights.items()},
             }
         )
-    # Every layer has as many.
-    num_heads = layers[0]["weights"]["keys"][0]
     return {
         "scoring": scoring.value,
-        "queries": memory.query if isinstance(memory, TuckerConfig) else None,
-        "num_heads": num_heads,
-        "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
-        "top_k": memory.lookup.rows // num_heads,
-        "num_scores": memory.lookup.scores,
+        **(_key_settings(memory, layers) if ngrams is None else _ngram_settings(ngrams)),
         "num_sums": memory.lookup.bins,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
         "bank_rows": [bank.num_rows for bank in model.memory_plan.banks],
         "layers": layers,
+    }
+
+
+def _key_settings(memory: MemoryConfig, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    # Every layer has as many.
+    num_heads = layers[0]["weights"]["keys"][0]
+    return {
+        "queries": memory.query if isinstance(memory, TuckerConfig) else None,
+        "num_heads": num_heads,
+        "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
+        "top_k": memory.lookup.rows // num_heads,
+        "num_scores": memory.lookup.scores,
+    }
+
+
+def _ngram_settings(ngrams: Ngrams) -> dict[str, Any]:
+    return {
+        "max_order": ngrams.max_order,
+        "boundary_id": ngrams.boundary_id,
+        "cut_at_boundary": ngrams.cuts_at_boundary,
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
@@ -23,7 +25,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
-_REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
+_REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py", "ngrams_megamem.py")
 _MAX_CONFIG_BYTES = 2**24
 
 
@@ -43,7 +45,7 @@ def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int
 
 def write_small_files(
     config: RunConfig,
-    tensors: Mapping[str, TensorInfo],
+    source: TensorReader,
     folder: Path,
     *,
     tokenizer: Tokenizer,
@@ -52,9 +54,11 @@ def write_small_files(
 ) -> None:
     """Write everything besides tensors: configurations, tokenizer, card, and the model's code where it has its own.
 
+    Files that keys of the memory name go along, and the keys then name them in the folder.
+
     Args:
         config: the run's.
-        tensors: ours, by global name.
+        source: our tensors, by global name.
         folder: exists.
         tokenizer: the run's.
         vocab_size: token ids before padding.
@@ -63,6 +67,7 @@ def write_small_files(
     Raises:
         CheckpointError: the model cannot be exported, or the folder not written.
     """
+    config, tensors = _with_files(config, lambda name: name), source.tensors
     content = exported_config(
         config.model,
         vocab_size=vocab_size,
@@ -80,6 +85,9 @@ def write_small_files(
         _write_json(folder / GENERATION_FILE, generation)
         write_tokenizer(tokenizer, folder, sequence_length=config.train.sequence_length)
         (folder / CARD_FILE).write_text(model_card(sized, figures, name=config.name), encoding="utf-8")
+        for key, buffer in _kept_files(config).items():
+            name = f"{config.model.memory_name(0)}.{buffer}"
+            np.save(folder / _file_of(key), source.read(tensors[name].whole(name)).numpy())
         if architecture_of(config.model) == OWN:
             for name in _REMOTE_CODE:
                 code = (Path(__file__).parent / "remote_code" / name).read_text(encoding="utf-8")
@@ -105,6 +113,23 @@ def changed_code(folder: Path) -> list[str] | None:
         for path in folder.glob("*.py")
         if not (ours / path.name).is_file() or path.read_bytes() != (ours / path.name).read_bytes()
     )
+
+
+def _kept_files(config: RunConfig) -> Mapping[str, str]:
+    return {} if config.model.memory is None else config.model.memory.kept_files
+
+
+def _file_of(key: str) -> str:
+    return f"{key}.npy"
+
+
+def _with_files(config: RunConfig, place: Callable[[str], str]) -> RunConfig:
+    """The configuration whose memory finds its files where `place` says, given a name in the folder."""
+    memory = config.model.memory
+    found: dict[str, Any] = {key: place(_file_of(key)) for key in _kept_files(config)}
+    if memory is None or not found:
+        return config
+    return replace(config, model=replace(config.model, memory=replace(memory, **found)))
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -140,7 +165,7 @@ def open_folder(folder: Path) -> Imported:
     """
     path = folder / CONFIG_FILE
     content = _read_config(path)
-    config = imported_config(content, str(path))
+    config = _with_files(imported_config(content, str(path)), lambda name: str(folder / name))
     model = config.model
     assert model.vocab_size is not None
     source = open_safetensors(folder)

@@ -58,7 +58,7 @@ class HuggingFaceConversion:
         metrics = RunFolder(source.path.parent.parent).metrics
         write_small_files(
             source.config,
-            self._weights.tensors,
+            self._weights,
             folder,
             tokenizer=self._tokenizer,
             vocab_size=source.vocab_size,

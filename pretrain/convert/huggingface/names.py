@@ -86,7 +86,8 @@ def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str
         for name, info in memory_weights(model, plan.memory, tensors).items():
             yield _whole(f"{model.memory_name(plan.memory)}.{name}", f"{theirs}memory.{name}", info.shape)
     if plan.has_ffn:
-        yield from _feed_forward(model, f"{ours}mlp." if plan.slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
+        is_beside = plan.slot is not None and plan.slot.module == "mlp"
+        yield from _feed_forward(model, f"{ours}mlp.ffn." if is_beside else f"{ours}mlp.", f"{theirs}mlp.")
 
 
 def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:

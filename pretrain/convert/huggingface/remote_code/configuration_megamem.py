@@ -31,6 +31,10 @@ class MegamemConfig(PreTrainedConfig):
             attention without an output projection ("stream_and_heads"), attention ("projected") or its heads
             ("block"). `layer_norm`: LayerNorm stands before that attention. It sees `num_rows` rows of bank `bank`
             from `first_row` on. `round_keys`: of the shuffle, or None. `weights`: the shapes of its own weights.
+            Where `scoring` is "ngrams", hashes of a token's n-grams say what is read, `slot` is "entry" (before
+            attention), and there are instead: `max_order`, tokens of the longest n-gram; `boundary_id`, which stands
+            before a text, and with `cut_at_boundary` hides what is before it in one; in `layers`, `head_rows`, the rows
+            of each head.
         backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.

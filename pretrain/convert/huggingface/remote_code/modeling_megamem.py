@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_megamem import MegamemConfig
 from .memory_megamem import Banks, MegamemBank, MegamemMemory, rms_normalise
+from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
 
 
 class MegamemRMSNorm(nn.Module):
@@ -180,7 +181,8 @@ class MegamemExperts(nn.Module):
 class MegamemBlock(GradientCheckpointingLayer):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
-    An inserted block is h + memory of what attention says, or of h and that, and nothing else.
+    An inserted block is h + memory of what attention says, or of h and that, and nothing else. A memory of n-grams is
+    added before attention.
     """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
@@ -195,21 +197,29 @@ class MegamemBlock(GradientCheckpointingLayer):
         if not self.inserted:
             self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
-        if self.slot in (None, "beside", "skip"):
+        if self.slot in (None, "beside", "skip", "entry"):
             dense = config.moe is None
             self.mlp = MegamemMLP(config.hidden_size, config.intermediate_size) if dense else MegamemExperts(config)
-        self.memory = None if here is None else MegamemMemory(config, here)
+        self.memory: MegamemMemory | MegamemNgramMemory | None = None
+        if here is not None:
+            self.memory = (MegamemNgramMemory if self.slot == "entry" else MegamemMemory)(config, here)
         self.is_added_later = here is not None and here["added_after"] > layer_idx
-        self.layer_idx = layer_idx
+        self.layer_idx, self.num_blocks = layer_idx, config.num_hidden_layers
 
-    def forward(self, h: Tensor, banks: Banks, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, h: Tensor, banks: Banks, ngrams: Ngrams | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The residual stream [b, s, D] after the block; a memory's output that is added later; attention's weights.
 
         Args:
+            ngrams: of the tokens, for memories that they address.
             kwargs: for attention.
         """
+        if isinstance(self.memory, MegamemNgramMemory) and ngrams is not None:
+            recent = recent_tokens(kwargs["past_key_values"], self.num_blocks)
+            h = h + self.memory(h, banks[self.memory.layer["bank"]], ngrams, recent)
         attended, weights = self.self_attn(self.input_layernorm(h), **kwargs)
-        if self.inserted and self.memory is not None:
+        if self.inserted and isinstance(self.memory, MegamemMemory):
             if attended.shape != h.shape:
                 raise ValueError(
                     f"block {self.layer_idx}: the memory reads all heads of attention, and tensor parallelism split "
@@ -221,7 +231,7 @@ class MegamemBlock(GradientCheckpointingLayer):
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
         later = None
-        if self.memory is not None:
+        if isinstance(self.memory, MegamemMemory):
             output = self.memory(normal, banks[self.memory.layer["bank"]])
             if self.is_added_later:
                 later = output
@@ -263,7 +273,7 @@ class MegamemPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that no file has: for models that are made from a configuration."""
         super()._init_weights(module)
-        if isinstance(module, MegamemMemory | MegamemBank | MegamemRouter):
+        if isinstance(module, MegamemMemory | MegamemNgramMemory | MegamemBank | MegamemRouter):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     parameter.normal_(0.0, self.config.initializer_range)
@@ -287,6 +297,7 @@ class MegamemModel(MegamemPreTrainedModel):
         self.added_after = {layer["block"]: layer["added_after"] for layer in layers}
         bank_rows = config.memory["bank_rows"] if config.memory is not None else []
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, number) for number in range(len(bank_rows))})
+        self.reads_ngrams = config.memory is not None and config.memory["scoring"] == "ngrams"
         self.post_init()
 
     @can_return_tuple
@@ -305,7 +316,8 @@ class MegamemModel(MegamemPreTrainedModel):
         """Hidden states [b, s, D] of `input_ids` [b, s], and the cache with theirs.
 
         Args:
-            attention_mask: [b, tokens in the cache and here], 0 at padding; or as attention takes it, [b, 1, s, keys].
+            attention_mask: [b, tokens in the cache and here], 0 at padding; or as attention takes it, [b, 1, s, keys],
+                which does not tell memories of n-grams where a text begins: `position_ids` do.
             position_ids: [b, s]. Without a mask and a cache, documents that begin at 0 do not see each other.
             kwargs: for attention.
         """
@@ -337,6 +349,10 @@ class MegamemModel(MegamemPreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
+        ngrams = None
+        if self.reads_ngrams:
+            plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+            ngrams = self._ngrams(input_ids, position_ids, plain, past_key_values)
         given = {
             "position_embeddings": rotations(position_ids, config, h.dtype),
             "attention_mask": mask,
@@ -347,7 +363,7 @@ class MegamemModel(MegamemPreTrainedModel):
         banks, waiting = Banks(self.banks), defaultdict[int, list[Tensor]](list)
         states, attentions = [h], []
         for number, block in enumerate(self.layers):
-            h, later, weights = block(h, banks, **given)
+            h, later, weights = block(h, banks, ngrams, **given)
             if later is not None:
                 waiting[self.added_after[number]].append(later)
             for output in waiting.pop(number, []):
@@ -363,6 +379,27 @@ class MegamemModel(MegamemPreTrainedModel):
             attentions=tuple(attentions) if with_attentions else None,
         )
 
+    def _ngrams(
+        self, input_ids: Tensor | None, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Ngrams:
+        """The tokens' n-grams; the cache keeps what those of the next tokens need.
+
+        Raises:
+            ValueError: there are no ids, or an engine brings its attention and keeps no tokens.
+        """
+        config = self.config
+        if input_ids is None:
+            raise ValueError("inputs_embeds are given, but n-grams of token ids address the memory: give input_ids")
+        if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+            raise ValueError(
+                f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
+                "not the last tokens, which the memory's n-grams and convolutions read: generate with transformers, "
+                "attn_implementation='sdpa'"
+            )
+        is_continued = cache is not None and int(cache.get_seq_length()) > 0
+        places = places_in_texts(position_ids, mask, is_continued=is_continued)
+        return ngrams_of(input_ids, places, config.memory, recent_tokens(cache, config.num_hidden_layers))
+
 
 class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
     """The model with its output projection."""
@@ -374,6 +411,8 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = MegamemModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # What was forgotten cannot be taken back, as assisted generation does.
+        self._is_stateful = self.model.reads_ngrams
         self.post_init()
 
     @can_return_tuple
