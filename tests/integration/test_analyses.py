@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import torch
 import yaml
 from commands import Megamem
 
+from pretrain.config.schema import ParallelConfig
 from pretrain.convert.native.format import NativeFormat
+from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.manifest import TRAIN, open_dataset
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, saved_config
 
 NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> dict[str, Path]:
-    """A dense model, TIDE and MoVE."""
+    """A dense model, TIDE, MoVE and Engram."""
     content = yaml.safe_load(config_file.read_text())
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
@@ -35,6 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
         "tide": {"kind": "tide", "vocab_size": 257, "value_dim": 32, "num_tables": 3},
         "move": {"kind": "move", "vocab_size": 257, "value_dim": 16, "num_slots": 2, "num_gate_heads": 2}
         | {"placement": {"blocks": [1]}},
+        "engram": {"kind": "engram", "value_dim": 8, "heads_per_order": 2, "rows_per_head": 101}
+        | {"boundary_id": 256, "placement": {"blocks": [0, 2]}},
     }
     found = {}
     for name, memory in memories.items():
@@ -147,6 +154,63 @@ def test_distances_are_those_of_the_embeddings_at_first(megamem: Megamem, runs: 
     assert named[0]["categories"]["named"]["pairs"] == [["a", "b"], ["7", "8"]]
 
 
+def test_rows_of_ngrams_are_those_counted_by_hand(megamem: Megamem, runs: dict[str, Path], corpus: Path) -> None:
+    (found,), printed = analyse(megamem, "ngrams", runs["engram"], "--tokens", 3000, "--nproc", 2)
+    whole = evaluated(megamem, runs["engram"])
+    assert found["nats"] == pytest.approx(whole["validation_loss"], rel=1e-6)
+    assert abs(found["nats_shuffled"] - found["nats"]) > 1e-5
+    assert [layer["block"] for layer in found["layers"]] == [0, 2]
+    documents = open_dataset(corpus).open_split(TRAIN)
+    text = np.concatenate(list(documents))[:3000].tolist()
+    assert found["sampled"] == 3000
+    primes = [101, 103, 107, 109, 113, 127, 131, 137]
+    for at, layer in enumerate(found["layers"]):
+        multipliers = weights_of(runs["engram"], f"decoder.layers.{layer['block']}.entry.memory.multipliers").tolist()
+        for load in layer["orders"]:
+            order = load["order"]
+            # Oldest first, as they stand in the text.
+            grams = [tuple(text[i : i + order]) for i in range(len(text) - order + 1)]
+            reads: Counter[tuple[int, int]] = Counter()
+            members: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+            for head in range(2):
+                size = primes[4 * at + 2 * (order - 2) + head]
+                for gram in grams:
+                    mixed = 0
+                    for token, multiplier in zip(reversed(gram), multipliers, strict=False):
+                        mixed ^= token * multiplier
+                    reads[head, mixed % size] += 1
+                    members.setdefault((head, mixed % size), set()).add(gram)
+            assert load["ngrams"] == len(set(grams))
+            assert load["rows"] == sum(primes[4 * at + 2 * (order - 2) :][:2])
+            assert load["rows_read"] == len(reads)
+            assert load["most_ngrams"] == max(map(len, members.values()))
+            assert load["ngrams_per_row"] == pytest.approx(2 * len(set(grams)) / len(reads))
+            alone = sum(reads[row] for row, of_row in members.items() if len(of_row) == 1)
+            assert load["alone"] == pytest.approx(alone / reads.total())
+            assert load["hottest_row"] == pytest.approx(max(reads.values()) / len(grams))
+            assert load["hottest_percent"] == pytest.approx(sum(sorted(reads.values())[-2:]) / reads.total())
+        for gates in (layer["gates"], layer["gates_shuffled"]):
+            assert all(gate is None or 0 < gate < 1 for gate in gates)
+        assert layer["gates"] != layer["gates_shuffled"]
+    # Held-out tokens by the count of the three tokens that end there, windows apart.
+    counts = Counter(zip(text, text[1:], text[2:], strict=False))
+    assert found["counts"] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    bins = [0] * 10
+    held = evaluated(megamem, runs["engram"])["validation_tokens"]
+    for window in held_out_windows(runs["engram"]):
+        for gram in zip(window, window[1:], window[2:], strict=False):
+            bins[int(np.searchsorted(found["counts"], counts[gram], side="right")) - 1] += 1
+    assert found["tokens"] == bins
+    assert 0 < bins[0] < sum(bins) <= held
+    assert f"{found['nats_shuffled']:.4f}" in printed
+
+
+def held_out_windows(run: Path) -> list[list[int]]:
+    config = saved_config(find_checkpoint(RunFolder(run), None), ParallelConfig())
+    held_out = HeldOutDataset(config.evaluated, config.train.sequence_length)
+    return [held_out[number]["tokens"].tolist() for number in range(len(held_out))]
+
+
 def test_what_cannot_be_analysed_is_told(
     megamem: Megamem, runs: dict[str, Path], saved_run: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +219,7 @@ def test_what_cannot_be_analysed_is_told(
     for words, message in (
         (("layer-drop", runs["dense"]), "is a model without memory"),
         (("routing", saved_run), "whose rows are retrieved"),
+        (("ngrams", saved_run), "whose rows no n-gram addresses"),
         (("frequency", again, again), "a run is named twice"),
         (("collapse", again, "--pairs", "their/there", "--nproc", 1), "--pairs has their/there: give two words"),
         (("collapse", again, "--contexts", 0), "'0' is no number of 1 or more"),

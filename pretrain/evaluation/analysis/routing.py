@@ -42,15 +42,20 @@ def mean_weights(
     # One bin more for tokens that are in none, and one column for the number of tokens.
     sums = torch.zeros(len(layers), NUM_BINS + 1, num_slots + 1, dtype=torch.float64, device=device)
     with _watching(layers, sums, bins):
-        for first in range(groups.data_rank, len(held_out), groups.data_size * micro_batch_size):
-            numbers = range(first, min(first + groups.data_size * micro_batch_size, len(held_out)), groups.data_size)
-            windows = default_collate([held_out[number] for number in numbers])
-            bounds = document_bounds(windows["position_ids"]) if model.separate_documents else None
-            tokens, positions, labels = (windows[key].to(device) for key in ("tokens", "position_ids", "labels"))
-            model(tokens, positions, bounds, labels=labels)
+        show(model, held_out, groups, micro_batch_size=micro_batch_size)
     dist.all_reduce(sums)
     of_bins = sums[:, :NUM_BINS].cpu()
     return of_bins[:, :, :num_slots] / of_bins[:, :, num_slots:], of_bins[0, :, num_slots]
+
+
+def show(model: MemoryGPTModel, held_out: HeldOutDataset, groups: ParallelGroups, *, micro_batch_size: int) -> None:
+    """Show a model every held-out window of this data-parallel rank."""
+    for first in range(groups.data_rank, len(held_out), groups.data_size * micro_batch_size):
+        numbers = range(first, min(first + groups.data_size * micro_batch_size, len(held_out)), groups.data_size)
+        windows = default_collate([held_out[number] for number in numbers])
+        bounds = document_bounds(windows["position_ids"]) if model.separate_documents else None
+        tokens, positions, labels = (windows[key].to(groups.device) for key in ("tokens", "position_ids", "labels"))
+        model(tokens, positions, bounds, labels=labels)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""`megamem analyse`: losses by token frequency, the weights of slots, single layers left out, contextual collapse, and
-how much the loss hangs on each head of attention."""
+"""`megamem analyse`: losses by token frequency, the weights of slots, single layers left out, contextual collapse, how
+much the loss hangs on each head of attention, and the rows of n-grams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ examples:
   megamem study analyse routing runs/tide
 
 Mean weights over held-out tokens: of the router of TIDE, with its place for adding nothing; of the gates of MoVE and LaVE,
-averaged over heads. Tokens without a letter or digit are left out, and those that never come in training.
+averaged over heads; of the gate of Engram. Tokens without a letter or digit are left out, and those that never come in training.
 """
 _COLLAPSE_EPILOG = """\
 examples:
@@ -68,12 +68,21 @@ held-out windows: how steeply the loss rises or falls when the head's output gro
 head's output is its query. The loss of a window is the sum (--nll sum) or the mean (--nll mean) over its predicted
 tokens; for prompts and answers these are the answers' tokens. The file of figures has both.
 """
+_NGRAMS_EPILOG = """\
+examples:
+  megamem study analyse ngrams runs/engram
+  megamem study analyse ngrams runs/engram --tokens 100000000
+
+The n-grams of the first --tokens tokens of the training data: how many different ones share a row, and how reads are
+spread over rows. Gates over held-out tokens, by how often the longest n-gram that ends there comes in these tokens. And
+the loss and the gates where every token reads the rows of another one.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `analyse` to the commands of `megamem`."""
     parser = subparsers.add_parser(
-        "analyse", help="losses by token frequency, slots' weights, layers left out, collapse, heads"
+        "analyse", help="losses by token frequency, slots' weights, layers left out, collapse, heads, n-grams"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add(commands, "frequency", "losses by how often a token comes in training", _FREQUENCY_EPILOG, own_layout=True)
@@ -85,6 +94,10 @@ def add_parser(subparsers: Any) -> None:
         choices=("sum", "mean"),
         default="sum",
         help="loss of a window: sum or mean over its tokens (default: sum)",
+    )
+    ngrams = _add(commands, "ngrams", "rows of n-grams: hits, collisions, gates", _NGRAMS_EPILOG)
+    ngrams.add_argument(
+        "--tokens", type=_count, default=2**22, metavar="N", help="training tokens to count in (default: 4194304)"
     )
     collapse = _add(commands, "collapse", "how far apart two tokens' hidden states are", _COLLAPSE_EPILOG)
     collapse.add_argument("--pairs", metavar="U/V,U/V", help="words to compare, one token each (default: drawn)")
@@ -137,7 +150,7 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
         saved = find_checkpoint(folder, args.step)
         config = saved_config(saved, None if args.own_layout else ParallelConfig())
         note_edited_config(folder, saved)
-        if name in ("layer-drop", "routing"):
+        if name in ("layer-drop", "routing", "ngrams"):
             _check_memory(name, config, path)
         if name == "heads" and config.parallel.pipeline > 1:
             raise ConfigError(
@@ -175,6 +188,11 @@ def _check_memory(name: str, config: RunConfig, path: Path) -> None:
     memory = config.model.memory
     if memory is None:
         raise ConfigError(f"{path} is a model without memory, of which `megamem analyse {name}` has nothing to say")
+    if name == "ngrams" and memory.ngrams(config.model.num_memory_layers) is None:
+        raise ConfigError(
+            f"{path} has a memory of kind {memory.kind}, whose rows no n-gram addresses: `megamem analyse ngrams` is for "
+            "memories of n-grams (docs/engram.md)"
+        )
     if name == "routing" and not memory.slot_names:
         raise ConfigError(
             f"{path} has a memory of kind {memory.kind}, whose rows are retrieved: `megamem plot` shows how evenly they are "

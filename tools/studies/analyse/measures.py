@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from pretrain.evaluation.analysis.deciles import Deciles, count_tokens, frequenc
 from pretrain.run.folder import RunFolder
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megamem.model import MemoryGPTModel
     from parallel.groups import ParallelGroups
     from pretrain.data.held_out import HeldOutDataset
@@ -181,10 +183,58 @@ def measure_heads(run: Analysed) -> None:
         _write(run, groups, nll=run.args.nll, examples=found.num_examples, inserted=inserted, readings=of_readings)
 
 
+def measure_ngrams(run: Analysed) -> None:
+    """Hits and collisions by layer and order, gates by how often an n-gram comes, and losses with rows of others."""
+    from pretrain.evaluation.analysis.ngrams import (
+        COUNT_STEPS,
+        counted_ngrams,
+        gates_by_count,
+        loads_of,
+        sampled_streams,
+        shuffled_addresses,
+    )
+    from pretrain.evaluation.evaluate import evaluate
+
+    model_config, size = run.config.model, run.config.train.micro_batch_size
+    memory = model_config.memory
+    assert memory is not None
+    ngrams = memory.ngrams(model_config.num_memory_layers)
+    assert ngrams is not None
+    with _restored(run) as ((model,), held_out, groups):
+        layers = model.memory_layers
+        streams = sampled_streams(run.config.data.datasets, run.args.tokens)
+        loads: list[list[dict[str, Any]]] = [[] for _ in layers]
+        for order in range(2, ngrams.max_order + 1):
+            counted = counted_ngrams(streams, layers[0], order)
+            for of_layer, load in zip(loads, loads_of(layers, ngrams, counted), strict=True):
+                of_layer.append({"order": order, **asdict(load)})
+        gates, tokens = gates_by_count(model, held_out, counted, groups, micro_batch_size=size)
+
+        def nats() -> float:
+            return evaluate([model], held_out, groups, micro_batch_size=size, pipeline=1).loss
+
+        losses = {"nats": nats()}
+        with shuffled_addresses(model):
+            shuffled, _ = gates_by_count(model, held_out, counted, groups, micro_batch_size=size)
+            losses["nats_shuffled"] = nats()
+        of_layers = [
+            {"block": span.read, "orders": orders, "gates": _known(own), "gates_shuffled": _known(others)}
+            for span, orders, own, others in zip(model_config.memory_spans, loads, gates, shuffled, strict=True)
+        ]
+        sampled = sum(map(len, streams))
+        _write(run, groups, sampled=sampled, counts=COUNT_STEPS, tokens=tokens.tolist(), layers=of_layers, **losses)
+
+
+def _known(values: Tensor) -> list[float | None]:
+    """Numbers, and None where there is none."""
+    return [None if value != value else value for value in values.tolist()]
+
+
 MEASURES: Mapping[str, Callable[[Analysed], None]] = {
     "frequency": measure_frequency,
     "layer-drop": measure_layers,
     "routing": measure_routing,
     "collapse": measure_collapse,
     "heads": measure_heads,
+    "ngrams": measure_ngrams,
 }

@@ -165,6 +165,52 @@ def heads_page(found: Sequence[Found]) -> _Page:
     return f"How much the loss, the {nll} over a window's tokens, hangs on each head", head, rows, figure
 
 
+def ngrams_page(found: Sequence[Found]) -> _Page:
+    """Loads of rows by layer and order; gates by how often an n-gram comes, and with rows of other tokens."""
+    (of_run,) = found
+    head = ["block", "order", "rows", "read", "n-grams", "per row", "most", "alone", "hottest row", "hottest 1 %"]
+    rows = [
+        [
+            *(str(layer["block"]), str(load["order"]), f"{load['rows']:,}", f"{load['rows_read']:,}"),
+            *(f"{load['ngrams']:,}", f"{load['ngrams_per_row']:.2f}", f"{load['most_ngrams']:,}"),
+            *(f"{load[key]:.2%}" for key in ("alone", "hottest_row", "hottest_percent")),
+        ]
+        for layer in of_run["layers"]
+        for load in layer["orders"]
+    ]
+    counts = [str(least) for least in of_run["counts"]]
+    figure, (gates, per_row) = _panels(2)
+    for layer in of_run["layers"]:
+        for key, style in (("gates", "-"), ("gates_shuffled", ":")):
+            points = [(at, gate) for at, gate in enumerate(layer[key]) if gate is not None]
+            name = f"block {layer['block']}" + (", rows of others" if key != "gates" else "")
+            gates.plot(*zip(*points, strict=True), style, marker="o", label=name)
+        rows.append([f"gate, block {layer['block']}", *_gates(counts, layer["gates"])])
+        orders = layer["orders"]
+        per_row.plot(
+            [load["order"] for load in orders],
+            [load["ngrams_per_row"] for load in orders],
+            marker="o",
+            label=f"block {layer['block']}",
+        )
+    rows.append(["nats per token", f"{of_run['nats']:.4f}", "rows of others", f"{of_run['nats_shuffled']:.4f}"])
+    gates.set_xticks(range(len(counts)), counts)
+    gates.set_xlabel(f"times that an n-gram comes in {of_run['sampled']:,} tokens of training, at least")
+    gates.set_ylabel("mean gate")
+    gates.legend(frameon=False)
+    per_row.set_xlabel("tokens of an n-gram")
+    per_row.set_ylabel("n-grams of a row that is read")
+    per_row.set_xticks(sorted({load["order"] for layer in of_run["layers"] for load in layer["orders"]}))
+    per_row.legend(frameon=False)
+    width = max(map(len, [head, *rows]))
+    padded = [[*row, *[""] * (width - len(row))] for row in [head, *rows]]
+    return "Rows of n-grams, and their gates", padded[0], padded[1:], figure
+
+
+def _gates(counts: Sequence[str], gates: Sequence[float | None]) -> list[str]:
+    return [f"{least}+: {gate:.3f}" for least, gate in zip(counts, gates, strict=True) if gate is not None]
+
+
 def _panels(number: int) -> tuple[Figure, Sequence[Axes]]:
     """Panels above one another."""
     from matplotlib.figure import Figure
@@ -197,4 +243,5 @@ _PAGES: Mapping[str, Callable[[Sequence[Found]], _Page]] = {
     "routing": routing_page,
     "collapse": collapse_page,
     "heads": heads_page,
+    "ngrams": ngrams_page,
 }
