@@ -136,7 +136,10 @@ SKIPPING = replace(
     parallel=ParallelConfig(pipeline=2, memory=8, memory_rows=2),
     optimizer=OptimizerConfig(tables="row_wise"),
 )
-RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=8), train=SPLIT.train)
+# The first experts get a token more than the last ones.
+RECOMPUTED_MIXTURE = replace(
+    MIXTURE, model=replace(MIXTURE.model, num_layers=8, moe=MoEConfig(24, 4, 128)), train=SPLIT.train
+)
 READ_TOGETHER = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=TideConfig(vocab_size=1024, value_dim=256, num_tables=12)),

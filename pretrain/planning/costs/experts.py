@@ -16,9 +16,9 @@ _COUNT, _PROBABILITY = 8, 4
 def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes that a rank sends per microbatch for tokens on their way to experts and back, in all passes.
 
-    Forward: T K (D e + 4) to the experts, with a probability each, and R D e back, of which (G - 1) / G leave the rank;
-    and E counts of 8 bytes to each other rank. Backward T K D e, and R (D e + 4) back. R, the tokens that come to it, is
-    T K too but for the remainder of T K / E, which the first experts get: this is their rank.
+    Forward: T K (D e + 4) to the experts, with a probability each, and R D e back, of which this rank's own do not leave
+    it; and E counts of 8 bytes to each other rank. Backward T K D e, and R (D e + 4) back. R, the tokens that come to it,
+    is T K too but for the remainder of T K / E, which the first experts get: this is their rank, and of either R / G stay.
     """
     moe, group = config.model.moe, config.parallel.memory
     if moe is None or group == 1:
@@ -28,10 +28,10 @@ def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> flo
     each, rest = divmod(rows, moe.num_experts)
     mine = moe.num_experts // group
     received = group * (mine * each + min(mine, rest))
-    there_and_back = (rows + received) * width
-    of_passes = (forwards + 1) * there_and_back + (forwards * rows + received) * _PROBABILITY
+    there, back = rows - received / group, received - received / group
+    of_passes = (forwards + 1) * (there + back) * width + (forwards * there + back) * _PROBABILITY
     counts = forwards * (group - 1) * moe.num_experts * _COUNT
-    return stage.blocks.ffns * (of_passes * (group - 1) / group + counts)
+    return stage.blocks.ffns * (of_passes + counts)
 
 
 def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
