@@ -26,7 +26,7 @@ from megamem.norm import LayerNorm, RMSNorm
 from megamem.parts import BlockEdit, Parts, Site
 from megamem.side_stream import SideStream
 from megamem.spans import pending_before
-from megamem.swiglu import swiglu
+from megamem.swiglu import SwiGLU
 
 
 def block_spec(
@@ -117,7 +117,7 @@ def _ffn(
     linears = MLPSubmodules(
         linear_fc1=provider.column_parallel_linear(),
         linear_fc2=provider.row_parallel_linear(),
-        activation_func=swiglu,
+        activation_func=SwiGLU,
     )
     if moe is not None:
         return moe_spec(linears, moe.balance_sequences), {"pg_collection": groups}

@@ -70,8 +70,17 @@ class FfnWithMemory(MegatronModule, MemorySite):
     """
 
     def __init__(
-        self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
+        self,
+        config: TransformerConfig,
+        make_ffn: Callable[..., nn.Module],
+        site: Site,
+        side_stream: SideStream,
+        **_megatron: Any,
     ) -> None:
+        """
+        Args:
+            _megatron: the layer's groups and name, which later versions of the engine hand to every feed-forward.
+        """
         super().__init__(config=config)
         self.ffn = make_ffn(config=config) if site.plan.has_ffn else None
         self.memory = site.make_memory()

@@ -80,7 +80,8 @@ def declare(
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
         case ReducedOver.STAGE:
             parameter.allreduce = False  # type: ignore[attr-defined]
-    if tensor_dim is not None:
+    # Later versions of the engine than 0.16.1 say it of their own linears, whoever fills them.
+    if tensor_dim is not None and not hasattr(parameter, "partition_dim"):
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=tensor_dim, stride=1)
 
 

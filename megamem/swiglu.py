@@ -6,18 +6,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) up, [..., F] of [gate; up] [..., 2 F], for the activation's slot of Megatron's `MLP`.
+    """silu(gate) up, [..., F] of [gate; up] [..., 2 F].
 
     Backward keeps what it is given, which is the first linear's output. Megatron's own, where nothing is fused, keeps
     silu(gate) and a copy of `up` besides; its fused one is compiled by every process that runs it.
     """
     out: Tensor = _SwiGLU.apply(gate_and_up)
     return out
+
+
+class SwiGLU(MegatronModule):
+    """`swiglu` as Megatron's `MLP` builds what stands in its activation's place."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        return swiglu(gate_and_up)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megamem.attention import SdpaCoreAttention
@@ -32,8 +31,14 @@ from parallel.exchange import linear, sum_in_order
 
 def own_tokens(batch: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """This rank's part of a microbatch, by name: from [b, s] each to [b, t]. The batch stays as it is."""
-    own: dict[str, Tensor] = get_batch_on_this_cp_rank(dict(batch), group)
-    return own
+    if group.size() == 1:
+        return dict(batch)
+
+    def own(x: Tensor) -> Tensor:
+        slices = own_slices(group, x.shape[1] // group.size())
+        return torch.cat([x[:, each.start : each.stop] for each in slices], dim=1)
+
+    return {name: own(x) for name, x in batch.items()}
 
 
 def own_slices(group: dist.ProcessGroup, num_tokens: int, rank: int | None = None) -> tuple[Slice, Slice]:

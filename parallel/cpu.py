@@ -1,6 +1,6 @@
 """A stand-in for CUDA, so that Megatron-core runs on machines without a GPU.
 
-Megatron-core 0.16.1 asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
+Megatron-core asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
 the CPU, through the list of redirections below; the parallel state, schedules, DDP, optimizer and checkpoints that then
 run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is undone on exit. Nothing else in a run
 patches anything. (A `TorchFunctionMode` would see every call of torch, and cost a small model a fifth of its step.)
@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from megatron.core import parallel_state
 
-# The stand-in was checked against this version, call by call.
-_MEGATRON_VERSION = "0.16.1"
+MEGATRON_VERSIONS = ("0.16.1",)
+"""Versions against which the stand-in was checked, call by call."""
 
 
 class _Event:
@@ -115,14 +115,14 @@ def cuda_on_cpu() -> Iterator[None]:
     """Answer CUDA calls with the CPU until the context ends.
 
     Raises:
-        RuntimeError: on a machine with a GPU, or with another Megatron-core than the one this was checked against.
+        RuntimeError: on a machine with a GPU, or with a Megatron-core that this was not checked against.
     """
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU: the CPU stand-in would hide it")
-    if version("megatron-core") != _MEGATRON_VERSION:
+    if (found := version("megatron-core")) not in MEGATRON_VERSIONS:
         raise RuntimeError(
-            f"the CPU stand-in is for megatron-core {_MEGATRON_VERSION}, found {version('megatron-core')}: "
-            "install the pinned version"
+            f"the CPU stand-in is for megatron-core {' and '.join(MEGATRON_VERSIONS)}, found {found}: install one of them, "
+            f"as in pip install megatron-core=={MEGATRON_VERSIONS[0]}"
         )
     with ExitStack() as stack:
         for name, replacement in REDIRECTIONS.items():

@@ -1,0 +1,48 @@
+"""Names and methods that this code takes from Megatron-core, held to the record of the version that is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from parallel.cpu import MEGATRON_VERSIONS
+from tools.maintenance.engine import MISSING, differences, read_record, recorded_versions, reliances, replaced
+
+
+def test_the_engine_is_what_was_recorded() -> None:
+    """Another version fails with a sentence per name that it has moved."""
+    installed = version("megatron-core")
+    record = read_record(installed if installed in recorded_versions() else recorded_versions()[-1])
+    assert not list(differences(record, reliances()))
+
+
+def test_every_version_that_we_run_on_has_a_record_without_gaps() -> None:
+    assert recorded_versions() == sorted(MEGATRON_VERSIONS)
+    records = [read_record(name) for name in recorded_versions()]
+    assert {"megatron.core.models.gpt.gpt_model:GPTModel._preprocess", *replaced()} <= set(records[0])
+    for record in records:
+        assert record.keys() == records[0].keys()
+        assert MISSING not in record.values()
+
+
+def test_what_moved_is_told_by_name() -> None:
+    before = {
+        "a:f": "(x, y)",
+        "a:g": "(x)",
+        "a:h": "(x)",
+        "a:C.m": "(self) 0123456789ab",
+        "a:C.n": "(self) 0123456789ab",
+    }
+    now = {
+        "a:f": "(x, z)",
+        "a:g": MISSING,
+        "a:C.m": "(self) 0123456789ac",
+        "a:C.n": "(self) 0123456789ab",
+        "a:i": "(x)",
+    }
+    assert list(differences(before, now)) == [
+        "a:C.m has other code: read what we replace",
+        "a:f lost y and gained z",
+        "a:g is gone: it was (x)",
+        "a:h is relied on no more: record that",
+        "a:i is not in the record: record it",
+    ]
