@@ -21,6 +21,8 @@ SPARSE = NAMES[1:]
 MEMORIES = tuple(name for name in SPARSE if name != "moe")
 # Their tables follow the vocabulary, and hold what its size makes them hold.
 BY_TOKEN = ("lave", "move", "tide")
+# They hold as much as the others', and read less of it: what is read is projected.
+BY_NGRAM = ("engram", "engram_ple")
 
 
 @dataclass(frozen=True)
@@ -70,20 +72,20 @@ def size(request: pytest.FixtureRequest) -> Size:
 
 def test_the_folder_is_one_comparison(size: Size) -> None:
     configs = load_configs([str(path) for path in sorted(size.folder.glob("*.yaml"))])
-    assert tuple(config.name for config in configs.values()) == tuple(sorted((*NAMES, *BY_TOKEN)))
+    assert tuple(config.name for config in configs.values()) == tuple(sorted((*NAMES, *BY_TOKEN, *BY_NGRAM)))
     for config in configs.values():
         validate(config, 2)
         assert config.train.num_steps * config.train.tokens_per_step == size.tokens
 
 
-@pytest.mark.parametrize("name", [*SPARSE, *BY_TOKEN])
+@pytest.mark.parametrize("name", [*SPARSE, *BY_TOKEN, *BY_NGRAM])
 def test_flops_and_active_parameters_are_those_of_the_dense_model(size: Size, name: str) -> None:
     dense, model = size.load("dense").model, size.load(name).model
     assert size.flops(model) == pytest.approx(size.flops(dense), rel=size.tolerance if name == "moe" else 0.005)
     assert count_parameters(model).active == pytest.approx(count_parameters(dense).active, rel=0.01)
 
 
-@pytest.mark.parametrize("name", [*SPARSE, *BY_TOKEN])
+@pytest.mark.parametrize("name", [*SPARSE, *BY_TOKEN, *BY_NGRAM])
 def test_no_neighbouring_width_is_nearer(size: Size, name: str) -> None:
     target, model = size.flops(size.load("dense").model), size.load(name).model
     distances = [abs(size.flops(size.with_width(model, change)) - target) for change in (-1, 0, 1)]
@@ -104,15 +106,15 @@ def test_a_table_of_values_per_block_is_all_that_lave_has(size: Size) -> None:
     assert count_parameters(model).tables == model.num_layers * size.vocab_size * model.memory.value_dim
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", [*MEMORIES, *BY_NGRAM])
 def test_tables_hold_what_idle_experts_hold(size: Size, name: str) -> None:
     counts, mixture = count_parameters(size.load(name).model), count_parameters(size.load("moe").model)
     assert counts.tables == pytest.approx(mixture.idle_experts, rel=0.01)
     assert counts.total == pytest.approx(mixture.total, rel=0.01)
-    assert counts.read_values == size.reads
+    assert counts.read_values == size.reads or (name in BY_NGRAM and counts.read_values < size.reads)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *BY_TOKEN])
+@pytest.mark.parametrize("name", [*NAMES, *BY_TOKEN, *BY_NGRAM])
 def test_models_differ_in_the_feed_forward_and_memory_alone(size: Size, name: str) -> None:
     config, dense = size.load(name), size.load("dense")
     alike = replace(config.model, ffn_hidden_size=dense.model.ffn_hidden_size, moe=None, memory=None)

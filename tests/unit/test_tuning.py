@@ -160,14 +160,14 @@ def test_the_shipped_search_gives_every_model_as_many_trials(size: str) -> None:
     for found in searches:
         found.run(lambda config, number: float(number))
         name = found.best.config.name
-        few_keys = any(kind in name for kind in ("moe", "move", "lave", "tide"))
+        few_keys = any(kind in name for kind in ("moe", "move", "lave", "tide", "engram"))
         assert len(found.trials) == (8 if "dense" in name else 10 if few_keys else tuning.num_trials)
         assert tuning.num_steps == found.best.config.train.num_steps // 2
 
 
 def test_the_search_of_models_that_the_token_addresses_is_the_beginning_of_the_others() -> None:
     every, own = (read_tuning(CONFIGS / "tuning" / f"{name}.yaml") for name in ("small", "small_by_token"))
-    for name in ("move", "lave", "tide"):
+    for name in ("move", "lave", "tide", "engram", "engram_ple"):
         path = str(CONFIGS / "compare" / f"{name}.yaml")
         first, all_of_it = Search(path, [], own), Search(path, [], every)
         check_keys(own, Path(), [first])
