@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 
-WHOLE = {"linear_proj", "linear_fc2", "query_proj", "value_proj", "pre_value_proj", "silu_gate"}
+WHOLE = {"linear_proj", "linear_fc2", "query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate"}
 
 
 def is_matrix(name: str) -> bool:

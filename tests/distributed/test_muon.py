@@ -18,6 +18,7 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor, nn
 
 from megamem.config import LatentAttentionConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.parameters import matrices_of
 from megamem.spans import PlacementConfig
@@ -40,6 +41,13 @@ def by_muon(config: RunConfig, precision: Literal["fp32", "bf16"] = "bf16", **ke
 BESIDE_EXPERTS = replace(SHARED, model=replace(SHARED.model, moe=EXPERTS))
 # Wider heads together than the model: updates of queries have another scale than those of keys and values.
 WIDE = replace(SHARED, model=replace(SHARED.model, head_dim=16))
+NGRAMS = replace(
+    SHARED,
+    model=replace(
+        SHARED.model,
+        memory=EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))),
+    ),
+)
 
 
 def step_of_oracle(name: str, before: Tensor, gradients: list[Tensor], config: RunConfig) -> Tensor:
@@ -72,8 +80,9 @@ def step_of_oracle(name: str, before: Tensor, gradients: list[Tensor], config: R
     [
         (WIDE, {}),
         (BESIDE_EXPERTS, {"muon_scale": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3}),
+        (NGRAMS, {}),
     ],
-    ids=["wide heads", "experts, all keys"],
+    ids=["wide heads", "experts, all keys", "n-grams"],
 )
 def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: dict[str, Any]) -> None:
     """To the bit, in bf16 with fp32 main weights and fp32 momentum."""

@@ -29,6 +29,7 @@ def _costs(memory: EngramConfig, view: LayerView, width: int) -> LayerCosts:
         kept_narrow=5 * width + (2 * width if taps else 0),
         kept_wide=4 * width + (width if taps else 0),
         halo_tokens=memory.reach,
+        matrices=((width, memory.memory_width),) * 2,
     )
 
 

@@ -40,8 +40,8 @@ class EngramLayer(MemoryLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory, device = self.memory, parameter_device(self.config)
-        self.key_proj = self._weight(hidden_size, memory.memory_width)
-        self.value_proj = self._weight(hidden_size, memory.memory_width)
+        self.key_proj = self._matrix(hidden_size, memory.memory_width)
+        self.value_proj = self._matrix(hidden_size, memory.memory_width)
         self.key_bias = self._weight(hidden_size) if memory.projection_biases else None
         self.value_bias = self._weight(hidden_size) if memory.projection_biases else None
         self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size)
