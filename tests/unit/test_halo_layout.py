@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megamem.config import ModelConfig
+from megamem.families.engram.config import EngramConfig
+from megamem.spans import PlacementConfig
 from parallel.layout import halo_requests, halo_tokens_returned, halo_tokens_sent, stretches
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.traffic import halo_bytes
 
 
 def held(tensor: int, context: int, num_tokens: int) -> list[list[int]]:
@@ -40,3 +46,28 @@ def test_every_stretch_gets_the_tokens_before_it(tensor: int, context: int, widt
                 returned[rank] += owner != rank
     assert [halo_tokens_sent(rank, num_tokens, width, **sizes) for rank in range(len(places))] == sent
     assert [halo_tokens_returned(rank, num_tokens, width, **sizes) for rank in range(len(places))] == returned
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 3)])
+def test_plans_wait_for_the_rank_that_sends_the_most(tensor: int, context: int, recompute: Any) -> None:
+    """All ranks are asked here; a convolution reaches over several of them."""
+    memory = EngramConfig(
+        value_dim=8, conv_kernel=4, max_order=3, vocab_size=64, placement=PlacementConfig(blocks=(0,))
+    )
+    model = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=64, memory=memory)
+    for length in (4, 64):
+        train = TrainConfig(micro_batch_size=2, sequence_length=length * tensor * context, recompute=recompute)
+        config = RunConfig(model=model, train=train, parallel=ParallelConfig(tensor=tensor, context=context))
+        (stage,) = stages_of(config)
+        passes = 2 if recompute == "full" else 1
+        sizes: dict[str, Any] = {"tensor": tensor, "context": context}
+        hidden = [
+            passes * halo_tokens_sent(rank, length, 9, **sizes) + halo_tokens_returned(rank, length, 9, **sizes)
+            for rank in range(tensor * context)
+        ]
+        ids = [halo_tokens_sent(rank, length * tensor, 2, tensor=1, context=context) for rank in range(context)]
+        found = halo_bytes(config, stage, busiest=True)
+        assert (found.ids, found.hidden) == (2 * 8 * max(ids), 2 * 16 * 4 * max(hidden))
+        first = halo_bytes(config, stage)
+        assert (first.ids, first.hidden) == (2 * 8 * ids[0], 2 * 16 * 4 * hidden[0])

@@ -354,7 +354,7 @@ def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: H
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
-    layout, halo = config.parallel, halo_bytes(config, stage)
+    layout, halo = config.parallel, halo_bytes(config, stage, busiest=True)
     in_node = layout.tensor * layout.context <= hardware.gpus_per_node
     return (context_bytes(config, stage) + halo.ids + halo.hidden) / (
         hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s

@@ -155,9 +155,7 @@ def context_bytes(config: RunConfig, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class HaloTraffic:
-    """Bytes that the first rank of a stage sends in a microbatch for what looks back across cuts of a sequence.
-
-    Ranks in the middle of sequences send as much for each of their stretches, of which context parallelism gives them two.
+    """Bytes that a rank of a stage sends in a microbatch for what looks back across cuts of a sequence.
 
     Attributes:
         ids: of token ids, over context-parallel ranks, once for all layers of a chunk.
@@ -169,25 +167,39 @@ class HaloTraffic:
     hidden: int
 
 
-def halo_bytes(config: RunConfig, stage: Stage) -> HaloTraffic:
-    """See `HaloTraffic`."""
+def halo_bytes(config: RunConfig, stage: Stage, *, busiest: bool = False) -> HaloTraffic:
+    """See `HaloTraffic`: of the first rank, or of the one that sends the most, for which the others wait.
+
+    Ranks in the middle of sequences send for each of their stretches, of which context parallelism gives them two, and
+    the first rank's second stretch is the end of the sequence.
+    """
     layout, memory, train = config.parallel, config.model.memory, config.train
     if memory is None or not stage.lookups or not (memory.ids_before or stage.memory.halo_tokens):
         return HaloTraffic(0, 0)
     reading = {span.read for span in config.model.memory_spans}
     chunks = sum(bool(reading & set(chunk.layers)) for chunk in stage.chunks)
     of_context = train.sequence_length // layout.context
-    ids = halo_tokens_sent(0, of_context, memory.ids_before, tensor=1, context=layout.context)
     width = stage.memory.halo_tokens // len(stage.lookups)
-    sizes = {"tensor": layout.tensor, "context": layout.context}
-    hidden = halo_tokens_sent(0, of_context // layout.tensor, width, **sizes)
-    # Backward returns the gradients of what came, from whom it came: the first rank asks for what it has the end of.
-    returned = halo_tokens_returned(0, of_context // layout.tensor, width, **sizes)
+    # Where a halo is no longer than a stretch, none has more to send than the first two of context parallelism, whose
+    # tensor-parallel ranks follow one another.
+    is_short = max(width, memory.ids_before) <= of_context // layout.tensor // 2
+    some = (min(2, layout.context) if is_short else layout.context) if busiest else 1
+    ids = max(
+        halo_tokens_sent(rank, of_context, memory.ids_before, tensor=1, context=layout.context) for rank in range(some)
+    )
     forward = len(stage.lookups) + (len(stage.backward_lookups) if train.recompute == "full" else 0)
-    elements = forward * hidden + len(stage.backward_lookups) * returned
+
+    def elements(rank: int) -> int:
+        cut = {"tensor": layout.tensor, "context": layout.context}
+        sent = halo_tokens_sent(rank, of_context // layout.tensor, width, **cut)
+        # Backward returns the gradients of what came, from whom it came: the first rank asks for what it has the end of.
+        returned = halo_tokens_returned(rank, of_context // layout.tensor, width, **cut)
+        return forward * sent + len(stage.backward_lookups) * returned
+
+    most = max(elements(rank) for rank in range(some * layout.tensor if busiest else 1))
     return HaloTraffic(
         ids=chunks * ids * train.micro_batch_size * 8,
-        hidden=elements * train.micro_batch_size * config.model.hidden_size * train.element_bytes,
+        hidden=most * train.micro_batch_size * config.model.hidden_size * train.element_bytes,
     )
 
 
