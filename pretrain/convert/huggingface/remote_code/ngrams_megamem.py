@@ -92,6 +92,10 @@ class RecentTokens(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """Name of the same in older versions of transformers."""
+        return -1
+
 
 def recent_tokens(cache: Cache | None, num_blocks: int) -> RecentTokens:
     """The layer behind those of a cache's blocks, made where it is not there; without a cache one that nobody keeps."""
