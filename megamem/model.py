@@ -32,7 +32,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.parameters import Copy, parameter_device
 from megamem.parts import Site
-from megamem.recomputed_blocks import PartlyTrainedBlocks
+from megamem.recomputed_blocks import recompute_above
 from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.spans import Span
@@ -267,9 +267,7 @@ class MemoryGPTModel(GPTModel):
         self.input_needs_gradient = part.first_block < self.layers.start
         self.output_needs_gradient = part.first_block < self.layers.stop
         if self.config.recompute_granularity == "full":
-            # Megatron's GPTModel names the class of its blocks; ours has the same state.
-            self.decoder.__class__ = PartlyTrainedBlocks
-            self.decoder.num_below = max(0, part.first_block - self.layers.start)
+            recompute_above(self.decoder, max(0, part.first_block - self.layers.start))
 
     def blocks_served(self) -> dict[nn.Parameter, frozenset[int]]:
         """The blocks, counted from the model's first, that each of this chunk's parameters serves; see

@@ -151,11 +151,14 @@ def test_backward_ends_at_the_lowest_layer_that_something_trained_is_in(
             (bare,) = run.bare
             for number, layer in enumerate(bare.decoder.layers):
 
-                def seen(_module: Any, _inputs: Any, out: Any, number: int = number) -> None:
+                def begun(*_: Any, number: int = number) -> None:
                     forward[number] += 1
+
+                def seen(_module: Any, _inputs: Any, out: Any, number: int = number) -> None:
                     if out[0].requires_grad:
                         out[0].register_hook(lambda _: backward.__setitem__(number, backward[number] + 1))
 
+                layer.self_attention.register_forward_hook(begun)
                 layer.register_forward_hook(seen)
             run.train(1)
             return forward, backward
