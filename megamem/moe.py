@@ -52,8 +52,9 @@ class Experts(SequentialMLP):
         config: TransformerConfig,
         submodules: MLPSubmodules,
         pg_collection: ProcessGroupCollection,
+        **megatron: Any,
     ) -> None:
-        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **megatron)
         matrices = backbone_matrices(self)
         for parameter in self.parameters():
             declare(parameter, "experts", reduced_over=ReducedOver.STAGE, matrices=matrices.get(parameter))
@@ -99,9 +100,14 @@ class Router(TopKRouter):
     weight: nn.Parameter
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, balance_sequences: int
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        balance_sequences: int,
+        **megatron: Any,
     ) -> None:
-        super().__init__(config, pg_collection=pg_collection)
+        super().__init__(config, pg_collection=pg_collection, **megatron)
         self.balance_sequences = balance_sequences
         # Megatron allocates it on the CPU and moves it in the first forward.
         weight: Any = nn.Parameter(self.weight.detach().to(parameter_device(config)))
