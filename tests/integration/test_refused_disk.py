@@ -66,6 +66,7 @@ OTHERS = {
     "eval": "reads a run, as `checkpoint verify` does, and prints",
     "generate": "reads a run, as `checkpoint verify` does, and prints",
     "study analyse routing": "wants a model that `analyse layer-drop`, which is the same code, does not want",
+    "study analyse ngrams": "wants a model of n-grams, and is else the code of `analyse frequency`",
     "submit": "wants a cluster: see test_slurm.py",
     "cancel": "wants a cluster: see test_slurm.py",
     "cluster check": "wants a cluster: see test_slurm.py",

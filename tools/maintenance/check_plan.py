@@ -22,6 +22,7 @@ from megamem.config import ModelConfig
 from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
+from pretrain.config.updates import keeps_rows
 from pretrain.config.validate import validate
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.sent import stages_sent
@@ -188,12 +189,15 @@ def _kinds(model: ModelConfig) -> set[tuple[BlockPlan, bool]]:
 def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     """The configuration in a world in which every axis has two ranks or more, with few microbatches, and the world.
 
-    Tables and the rest have two replicas at least. The batch has as many microbatches left as a stage can have in
+    Tables and the rest have two replicas at least; tables whose gradients are the rows that were read have one, and two
+    parts. The batch has as many microbatches left as a stage can have in
     flight. A vocabulary that is the tokenizer's is set.
     """
     layout, train = config.parallel, config.train
     replicated = 2 * layout.tensor * layout.context
     of_stage = math.lcm(replicated, 2 * layout.memory)
+    if keeps_rows(config.optimizer):
+        config = replace(config, parallel=replace(layout, memory=of_stage))
     num_ranks = layout.pipeline * of_stage
     rounds = layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1)
     batch = rounds * train.micro_batch_size * of_stage // (layout.tensor * layout.context)
