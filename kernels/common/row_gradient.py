@@ -108,8 +108,9 @@ def distinct_rows(lookups: Sequence[Tensor], num_rows: int) -> DistinctRows:
     """
     ids = torch.cat([ids.reshape(-1) for ids in lookups])
     most, device = min(ids.numel(), num_rows), ids.device
-    # Rows of others come behind all own ones.
-    ordered, order = torch.where((ids >= 0) & (ids < num_rows), ids, num_rows).sort()
+    # Rows of others come behind all own ones. In place: while so many ids are sorted, each byte per id counts.
+    ids.masked_fill_((ids < 0) | (ids > num_rows), num_rows)
+    ordered, order = ids.sort()
     begins = torch.ones_like(ordered, dtype=torch.bool)
     torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
     places = begins.cumsum(0).sub_(1)

@@ -281,6 +281,20 @@ def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
         assert counted < 0.95 * adamw
 
 
+def test_gradients_of_rows_take_what_plans_count_and_little_less() -> None:
+    """Lookups that read far more than a rank's part of the table, whose ids are sorted together."""
+    config = replace(
+        SPLIT,
+        model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=1024, top_k=256)),
+        parallel=replace(SPLIT.parallel, memory=WORLD // 2, memory_rows=2),
+        optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows", value_weight_decay=0.0),
+        train=replace(SPLIT.train, recompute="none"),
+    )
+    (found, _) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]
+    predicted, counted = stage_bytes(config, WORLD)[0].total, found.peak_of_step.total
+    assert counted * 0.98 <= predicted <= 1.25 * counted
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
     from tools.maintenance.agreement import figures

@@ -25,7 +25,7 @@ from pretrain.planning.costs.attention import attention_backward, attention_kept
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.read_rows import has_read_rows, kept_bytes, sum_bytes
+from pretrain.planning.costs.read_rows import adding_bytes, has_read_rows, kept_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.state import (
     dense_state,
@@ -136,11 +136,7 @@ def _at_peak(
     config: RunConfig, stage: Stage, rank: int, division: Division, *, beside: bool
 ) -> dict[MemoryPart, float]:
     held, activations = _held(config, stage, division), _activations(config, stage, rank, division, beside=beside)
-    if has_read_rows(config):
-        # Rows are added up when the activations are gone.
-        more = sum_bytes(config, stage, division) - _total(activations)
-        held[MemoryPart.TABLE_GRADIENTS] += max(0.0, more)
-    return {**held, **activations}
+    return _sum(held, activations)
 
 
 def _save_bytes(config: RunConfig, written: float) -> float:
@@ -285,11 +281,17 @@ def _activations(
     of_backbone = _sum(block, passing.residual, passing.of_backbone)
     of_memory = _sum(block, passing.residual, passing.of_memory)
     parts = _sum(waiting, max(of_backbone, of_memory, at_loss, key=_total))
+    backbone = 0.0
     if beside:
         backbone = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
         memory = _memorys(waiting) + _memorys(block) + passing.on_memory_stream
         pools = backbone + memory + passing.on_gradient_stream
         parts[MemoryPart.STREAMS] = pools - _total(parts) + _returning(config, stage, tokens, division.num_microbatches)
+    if has_read_rows(config):
+        # Rows are added up when the activations are gone, in what the common stream had of them.
+        free = backbone if beside else _total(parts)
+        more = max(0.0, adding_bytes(config, stage, division) - free)
+        parts = _sum(parts, {MemoryPart.TABLE_GRADIENTS: more})
     if stage.has_embedding:
         parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
     if config.parallel.pipeline > 1:

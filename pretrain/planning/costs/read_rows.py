@@ -1,7 +1,8 @@
 """Bytes of gradients of tables that are the rows which a step reads (`optimizer.table_gradients: rows`).
 
-Until a step's last backward pass a rank keeps what its lookups left (ids, coefficients, vectors), and then as many rows of
-sums as there can be: of the entries of the step, or of the table. On a CPU there are as many as were read.
+Until a step's last backward pass a rank keeps what its lookups left (ids, coefficients, vectors). Then it sorts the ids of
+each bank, and makes as many rows of sums as there can be: of the entries of the step, or of the table. On a CPU there are
+as many as were read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pretrain.planning.costs.stages import Division, Stage
 _SUM = 4
 _PLACES = 8 + 8
 """Bytes per row of sums: its number in the table, and the sum that belongs to it."""
+_PER_SORTED_ID = 4 + 4 + 8 + (8 + 4 + 8)
+"""Bytes per id while ids are sorted: the ids as keys, sorted, their order, and a radix sort's positions and buffers."""
 
 
 def has_read_rows(config: RunConfig) -> bool:
@@ -41,14 +44,24 @@ def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
 
 
 def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
-    """Bytes that the operands of table gradients take until a step's last backward pass.
+    """Bytes that the operands of table gradients take until a step's last backward pass, beside what that one keeps itself.
 
     Args:
         by_lookup: bytes of one lookup's.
     """
-    return division.num_microbatches * len(stage.backward_lookups) * by_lookup
+    return (division.num_microbatches - 1) * len(stage.backward_lookups) * by_lookup
 
 
-def sum_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of the sums, after that pass."""
-    return _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)
+def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes on the common stream when lookups are added up, after that pass: of the sums, and of a bank's sorted ids."""
+    sums = _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)
+    return sums + _PER_SORTED_ID * division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+
+
+def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Ids of a microbatch's lookups in the bank that most of them read."""
+    memory = config.model.memory
+    assert memory is not None
+    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
+    lookups = max((stage.backward_lookups.count(rows) / rows_of_banks.count(rows) for rows in rows_of_banks), default=0)
+    return lookups * config.parallel.memory * division.rank_tokens * memory.lookup.rows
