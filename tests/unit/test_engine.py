@@ -46,3 +46,5 @@ def test_what_moved_is_told_by_name() -> None:
         "a:h is relied on no more: record that",
         "a:i is not in the record: record it",
     ]
+    # What is as long as a hash is none.
+    assert list(differences({"a:f": "(x, elevenchars)"}, {"a:f": "(x)"})) == ["a:f lost elevenchars"]

@@ -42,12 +42,15 @@ def reliances() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def imported() -> Iterator[str]:
-    """Names that files of the product import from the engine, as in megatron.core.models.gpt:GPTModel."""
+def imported() -> dict[str, str]:
+    """Names that are imported from the engine, as in megatron.core.models.gpt:GPTModel, with the first file that does."""
+    found: dict[str, str] = {}
     for file in _files():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == ENGINE:
-                yield from (f"{node.module}:{alias.name}" for alias in node.names)
+                for alias in node.names:
+                    found.setdefault(f"{node.module}:{alias.name}", file.relative_to(REPOSITORY).as_posix())
+    return found
 
 
 def redirected() -> Iterator[str]:
@@ -71,7 +74,7 @@ def replaced() -> dict[str, str]:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each name whose appearance is another."""
-    users = {**_importers(), **replaced()}
+    users = {**imported(), **replaced()}
     for name in sorted({*before, *now}):
         was, is_now = before.get(name), now.get(name)
         if was == is_now:
@@ -140,16 +143,6 @@ def _classes() -> Iterator[type]:
                 yield value
 
 
-def _importers() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for file in _files():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == ENGINE:
-                for alias in node.names:
-                    found.setdefault(f"{node.module}:{alias.name}", file.relative_to(REPOSITORY).as_posix())
-    return found
-
-
 def _is_engines(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == ENGINE
 
@@ -206,7 +199,9 @@ def _moved(was: str, is_now: str) -> str:
 
 
 def _signature(appearance: str) -> str:
-    return appearance.rpartition(" ")[0] if len(appearance.rpartition(" ")[2]) == _HASH_LENGTH else appearance
+    """The appearance without the hash of a method's code."""
+    signature, bracket, _ = appearance.partition(")")
+    return signature + bracket
 
 
 if __name__ == "__main__":
