@@ -104,7 +104,6 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
     """The configuration with every division of the model over `num_ranks` that it can have."""
     layers = config.model.num_layers
     contexts = [1, 2, 4, 8] if config.train.sequence_length >= _LONG_SEQUENCE_TOKENS else [config.parallel.context]
-    has_tables = config.model.memory is not None or config.model.moe is not None
     for tensor in _divisors(hardware.gpus_per_node):
         for context in contexts:
             for pipeline in (size for size in _divisors(num_ranks) if size <= layers):
@@ -125,18 +124,17 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
                     )
                     if next(layout_problems(replace(config, parallel=layout), num_ranks), None) is not None:
                         continue
-                    for memory, row_parts in (
-                        _splits_of_tables(config, num_ranks // pipeline) if has_tables else [(1, 1)]
-                    ):
+                    for memory, row_parts in _memory_groups(config, num_ranks // pipeline):
                         split = replace(config, parallel=replace(layout, memory=memory, memory_rows=row_parts))
                         if next(layout_problems(split, num_ranks), None) is None:
                             yield split
 
 
-def _splits_of_tables(config: RunConfig, num_ranks: int) -> Iterator[tuple[int, int]]:
+def _memory_groups(config: RunConfig, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Sizes of the memory group on a stage's ranks, each with the parts that rows of tables are cut in."""
-    parts = sorted({*_ROW_PARTS, config.parallel.memory_rows}) if config.model.memory is not None else [1]
-    for memory in _divisors(num_ranks):
+    has_tables, has_experts = config.model.memory is not None, config.model.moe is not None
+    parts = sorted({*_ROW_PARTS, config.parallel.memory_rows}) if has_tables else [1]
+    for memory in _divisors(num_ranks) if has_tables or has_experts else [1]:
         yield from ((memory, number) for number in parts if memory % number == 0)
 
 

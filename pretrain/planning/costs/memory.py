@@ -281,16 +281,15 @@ def _activations(
     of_backbone = _sum(block, passing.residual, passing.of_backbone)
     of_memory = _sum(block, passing.residual, passing.of_memory)
     parts = _sum(waiting, max(of_backbone, of_memory, at_loss, key=_total))
-    backbone = 0.0
+    of_common_stream = _total(parts)
     if beside:
-        backbone = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
+        of_common_stream = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
         memory = _memorys(waiting) + _memorys(block) + passing.on_memory_stream
-        pools = backbone + memory + passing.on_gradient_stream
+        pools = of_common_stream + memory + passing.on_gradient_stream
         parts[MemoryPart.STREAMS] = pools - _total(parts) + _returning(config, stage, tokens, division.num_microbatches)
     if has_read_rows(config):
         # Rows are added up when the activations are gone, in what the common stream had of them.
-        free = backbone if beside else _total(parts)
-        more = max(0.0, adding_bytes(config, stage, division) - free)
+        more = max(0.0, adding_bytes(config, stage, division) - of_common_stream)
         parts = _sum(parts, {MemoryPart.TABLE_GRADIENTS: more})
     if stage.has_embedding:
         parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})

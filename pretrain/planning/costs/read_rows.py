@@ -28,12 +28,7 @@ def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
     memory, layout = config.model.memory, config.parallel
     assert memory is not None
     entries = layout.memory * division.rank_tokens * memory.lookup.rows * division.num_microbatches
-    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
-    total = 0.0
-    for rows in rows_of_banks:
-        lookups = stage.backward_lookups.count(rows) / rows_of_banks.count(rows)
-        total += min(entries * lookups, rows / layout.memory_rows)
-    return total
+    return sum(min(entries * lookups, rows / layout.memory_rows) for rows, lookups in _lookups_of_banks(config, stage))
 
 
 def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -62,6 +57,13 @@ def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> 
     """Ids of a microbatch's lookups in the bank that most of them read."""
     memory = config.model.memory
     assert memory is not None
-    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
-    lookups = max((stage.backward_lookups.count(rows) / rows_of_banks.count(rows) for rows in rows_of_banks), default=0)
+    lookups = max((lookups for _, lookups in _lookups_of_banks(config, stage)), default=0.0)
     return lookups * config.parallel.memory * division.rank_tokens * memory.lookup.rows
+
+
+def _lookups_of_banks(config: RunConfig, stage: Stage) -> list[tuple[int, float]]:
+    """The trained banks: rows of each, and the lookups per microbatch, of banks of as many rows the mean."""
+    memory = config.model.memory
+    assert memory is not None
+    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
+    return [(rows, stage.backward_lookups.count(rows) / rows_of_banks.count(rows)) for rows in rows_of_banks]
