@@ -1,7 +1,7 @@
 """Key/value cache of a text that is being generated, so that a new token passes through the model alone.
 
-A cache is Megatron's `inference_context`, which its blocks hand to attention. Megatron's own (`StaticInferenceContext`)
-is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
+A cache is Megatron's `inference_context`, which its blocks hand to attention, and which they ask what the last methods
+here answer. Megatron's own (`StaticInferenceContext`) is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
 keys and values of every head, where latents are a fraction of them (`megamem.latent_attention`).
 
 Legend: t new tokens and k tokens so far, b sequences, n query heads and g key/value heads of this tensor-parallel rank,
@@ -14,14 +14,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 
-class KeyValueCache(BaseInferenceContext):
+class KeyValueCache:
     """Keys and values, or latents, of every layer, for the tokens that a model has seen.
 
     A model is first given any number of tokens, and then one at a time (`megamem.model.MemoryGPTModel.forward`). All
@@ -33,7 +32,6 @@ class KeyValueCache(BaseInferenceContext):
     """
 
     def __init__(self, max_tokens: int) -> None:
-        super().__init__(materialize_only_last_token_logits=True)
         self.num_tokens = 0
         self.max_sequence_length = max_tokens
         self._layers: dict[int, tuple[Tensor, ...]] = {}
@@ -80,9 +78,18 @@ class KeyValueCache(BaseInferenceContext):
         """Bytes of what is kept of the last tokens alone, whatever their number."""
         return sum(x.nbytes for x in self._last.values())
 
+    @property
+    def materialize_only_last_token_logits(self) -> bool:
+        """Megatron asks: the model keeps the last token's hidden state alone (`MemoryGPTModel._postprocess`)."""
+        return False
+
     def is_static_batching(self) -> bool:
         """Megatron asks: all sequences are of one length."""
         return True
+
+    def is_dynamic_batching(self) -> bool:
+        """Megatron asks: sequences come and go."""
+        return not self.is_static_batching()
 
     def is_decode_only(self) -> bool:
         """Megatron asks: only new tokens follow."""

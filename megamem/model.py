@@ -238,7 +238,13 @@ class MemoryGPTModel(GPTModel):
         return hidden, angles, *rest
 
     def _postprocess(
-        self, hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **others: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        inference_context: KeyValueCache | None,
+        **others: Any,
     ) -> Tensor:
         """From the last hidden states of the chunk [t, b, D] to what `forward` returns.
 
@@ -248,8 +254,13 @@ class MemoryGPTModel(GPTModel):
             chunk_tokens = self.chunked_loss.chunk_tokens if self.chunked_loss else labels.numel()
             return judge(hidden_states, self.output_weight, labels, loss_mask, chunk_tokens, self.pg_collection.tp)
         if self.chunked_loss is None or labels is None or labels.numel() <= self.chunked_loss.chunk_tokens:
+            if self.post_process and inference_context is not None:
+                # Megatron does so where it counts a model as under inference, which versions tell by other signs.
+                hidden_states = hidden_states[-1:]
             # Logits of few tokens may as well be kept for backward.
-            out: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+            out: Tensor = super()._postprocess(
+                hidden_states=hidden_states, labels=labels, inference_context=inference_context, **others
+            )
             return out
         losses: Tensor = self.chunked_loss(hidden_states, self.output_weight, labels)
         return losses

@@ -178,8 +178,7 @@ class Router(TopKRouter):
         aux_loss: Tensor,
         aux_loss_name: str,
         reduce_group: torch.distributed.ProcessGroup,
-        reduce_group_has_dp: bool = False,
-        valid_token_count: int | Tensor | None = None,
+        **_megatron: Any,
     ) -> Tensor:
         """Attach the balance loss to the router's probabilities, `activation` [T, E].
 
