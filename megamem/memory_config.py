@@ -125,6 +125,8 @@ class Scoring(Enum):
     """The score of a key of its own."""
     NGRAMS = "ngrams"
     """None: hashes of a token's n-grams are the rows."""
+    TOKENS = "tokens"
+    """None: the rows are those of a token's id."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class MemoryConfig(Config, ABC):
     has_kinds: ClassVar[bool] = True
     """One for each family."""
     scoring: ClassVar[Scoring | None] = None
-    """Scoring by which the family's layers choose what they read; None: a token's id alone says it."""
+    """Scoring by which the family's layers choose what they read; None: exported models know no such family."""
     slot: ClassVar[Slot | None] = None
     """Slot in which the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False

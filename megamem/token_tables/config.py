@@ -9,17 +9,17 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Scoring, Table
 from megamem.slots import Slot
 from megamem.spans import Span
 
 _EDIT = "megamem.token_tables.attention:edit_values"
 
-VALUES = Slot("values", _EDIT, module="self_attention", splits_latents=True)
+VALUES = Slot("values", _EDIT, module="self_attention", splits_latents=True, is_exported=True)
 """`forward(values, inputs, hidden)` returns attention's values [s, b, g, d], for the g key/value heads of this
 tensor-parallel rank; `hidden` is attention's input [t, b, D]. In latent attention these are the latents that values are
 made of, [t, b, d_c]; keys are made of them as they were."""
-LATENTS = Slot("latents", _EDIT, module="self_attention")
+LATENTS = Slot("latents", _EDIT, module="self_attention", is_exported=True)
 """`forward(latents, inputs, hidden)` returns the latents [t, b, d_c] that keys and values are made of, of latent
 attention's own; `hidden` is its input [t, b, D]."""
 
@@ -31,6 +31,7 @@ class TokenTableConfig(MemoryConfig):
     Row v M + i belongs to the i-th of M slots of token v, so that a token reads one piece of memory.
     """
 
+    scoring: ClassVar[Scoring | None] = Scoring.TOKENS
     reads_tokens: ClassVar[bool] = True
     """Their ids are the rows."""
 

@@ -15,14 +15,17 @@ from exported import export
 from tiny_runs import MEMORY, SHARED, build_chunks, joined
 from torch import Tensor
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
+from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
@@ -48,6 +51,7 @@ NGRAMS: Any = {"heads_per_order": 2, "rows_per_head": 40, "value_dim": 6, "vocab
 MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
 TOKEN_MAP = "to_50_ids.npy"
 BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
+LATENT = replace(BASE, num_query_groups=None, latent_attention=LatentAttentionConfig(12, 4))
 MODELS: dict[str, ModelConfig] = {
     "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
     "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
@@ -146,10 +150,45 @@ MODELS: dict[str, ModelConfig] = {
         ),
     ),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
+    "move": replace(BASE, memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2)),
+    "lave, every second, a gate per token, more rows": replace(
+        BASE,
+        tied_embeddings=False,
+        memory=LaveConfig(
+            value_dim=BASE.query_groups * BASE.attention_head_dim,
+            num_gate_heads=1,
+            vocab_size=VOCAB_SIZE + 3,
+            placement=PlacementConfig(every=2),
+        ),
+    ),
+    "tide": replace(BASE, memory=TideConfig(value_dim=HIDDEN, num_tables=3)),
+    "tide, no gain, beside experts": replace(
+        BASE, moe=MOE, memory=TideConfig(value_dim=HIDDEN, num_tables=2, row_gain=False)
+    ),
+    "latents": LATENT,
+    "latents of queries too, llama3, beside experts": replace(
+        LATENT,
+        moe=MOE,
+        latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=10),
+        rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8),
+    ),
+    "move over latents": replace(
+        LATENT,
+        rotary_scaling=RotaryScalingConfig("ntk", factor=6.0),
+        memory=MoveConfig(value_dim=12, num_gate_heads=3, mixed_into="latents"),
+    ),
+    "lave over latents of values, no norms, no rotary keys": replace(
+        LATENT,
+        qk_norm=False,
+        latent_attention=LatentAttentionConfig(12, 0),
+        memory=LaveConfig(value_dim=12, num_gate_heads=2, gated_standard_path=True),
+    ),
+    "pkm, inserted, over latents": replace(LATENT, memory=PkmConfig(value_dim=HIDDEN, placement=INSERTED, **GRID)),
 }
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
-SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", *GROWN]
+BY_TOKENS = ["move over latents", "tide"]
+SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", *GROWN, *BY_TOKENS]
 TRAINED = [
     "v2",
     "ultramem, skipping and overlapping",
@@ -159,6 +198,7 @@ TRAINED = [
     "engram",
     "ple",
     *GROWN,
+    *BY_TOKENS,
 ]
 OWN = [name for name in MODELS if not name.startswith("dense")]
 
@@ -249,7 +289,7 @@ def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
         torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "ple"])
+@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "ple", *BY_TOKENS])
 def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
     model = load(exported(name)[0])
     tokens, num_new = some_tokens(2, 9), 6
@@ -403,7 +443,7 @@ def test_without_the_inserted_blocks_a_grown_model_is_its_base(exported: Any, na
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "ultramem, skipping and overlapping", "midus"])
+@pytest.mark.parametrize("name", ["v2", "moe", "ultramem, skipping and overlapping", "midus", *BY_TOKENS])
 def test_an_engine_makes_the_inner_model_and_brings_its_attention(exported: Any, name: str) -> None:
     """Requests lie one behind the other in one row, without masks and caches; weights are read by the engine."""
     folder, expected = exported(name)
@@ -446,8 +486,9 @@ def test_an_engine_that_keeps_no_tokens_is_refused_by_a_memory_of_ngrams(exporte
     with pytest.raises(ValueError, match=r"attn_implementation is \"an engine's\".*'sdpa'"):
         model(some_tokens())
     assert ["vLLM" in (exported(name)[0] / "README.md").read_text() for name in ("v2", "engram")] == [True, False]
-    with pytest.raises(ValueError, match="inputs_embeds are given"):
-        load(exported("engram")[0])(inputs_embeds=torch.zeros(1, 2, HIDDEN))
+    for name in ("engram", *BY_TOKENS):
+        with pytest.raises(ValueError, match="inputs_embeds are given"):
+            load(exported(name)[0])(inputs_embeds=torch.zeros(1, 2, HIDDEN))
 
 
 def test_beams_take_their_last_tokens_along_and_none_are_taken_back(exported: Any) -> None:
@@ -481,6 +522,10 @@ def test_an_engine_that_takes_heads_or_blocks_away_is_refused(exported: Any) -> 
     attention.o_proj = torch.nn.Linear(HIDDEN, HIDDEN // 2)
     with pytest.raises(ValueError, match="tensor-parallel size of 1"):
         model(some_tokens())
+    mixing = load(exported("move")[0])
+    mixing.model.layers[1].self_attn.v_proj = torch.nn.Linear(HIDDEN, MODELS["move"].attention_head_dim)
+    with pytest.raises(ValueError, match=r"block 1: the memory mixes its rows .* tensor-parallel size of 1"):
+        mixing(some_tokens())
     model.model.layers[0] = torch.nn.Identity()
     with pytest.raises(ValueError, match="pipeline-parallel size of 1"):
         model(some_tokens())
@@ -546,11 +591,14 @@ def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exp
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("name", ["v2 beside experts", "ultramem, skipping and overlapping", "peer", "midus", "engram"])
+@pytest.mark.parametrize(
+    "name", ["v2 beside experts", "ultramem, skipping and overlapping", "peer", "midus", "engram", *BY_TOKENS]
+)
 def test_accelerate_may_leave_weights_on_disk(exported: Any, tmp_path: Path, name: str) -> None:
     folder, expected = exported(name)
     blocks = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(MODELS[name].num_layers)}
     places = {"model.embed_tokens": "cpu", "model.norm": "disk", "lm_head": "cpu", "model.banks": "disk", **blocks}
+    places |= {"model.shared_read": "disk"} if name == "tide" else {}
     model = load(folder, device_map=places, offload_folder=str(tmp_path))
     assert {weight.device.type for weight in model.parameters()} == {"cpu", "meta"}
     with torch.no_grad():

@@ -19,12 +19,15 @@ from test_huggingface_logits import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, V2
 from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
@@ -40,6 +43,7 @@ pytestmark = pytest.mark.skipif(
 NUM_REQUESTS, NUM_TOKENS, LENGTH = 32, 12, 128
 # The narrowest head of vLLM's attention on CPUs.
 SERVED = replace(BASE, hidden_size=128, ffn_hidden_size=128)
+LATENT = replace(SERVED, num_query_groups=None, latent_attention=LatentAttentionConfig(24, 16))
 SKIPPING = UltraMemConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2/1:1/2:3"))
 MODELS: dict[str, ModelConfig] = {
     "v2": replace(SERVED, memory=replace(V2, sharing=SharingConfig("block", 2))),
@@ -57,6 +61,18 @@ MODELS: dict[str, ModelConfig] = {
     "midus": replace(
         SERVED, memory=MidusConfig(**HEADS, query_from="stream_and_heads", placement=PlacementConfig(blocks=(1, 2)))
     ),
+    "move": replace(
+        SERVED, memory=MoveConfig(value_dim=SERVED.query_groups * SERVED.attention_head_dim, num_gate_heads=2)
+    ),
+    "tide": replace(SERVED, memory=TideConfig(value_dim=SERVED.hidden_size, num_tables=3)),
+    "latents": LATENT,
+    "lave over latents of values": replace(LATENT, memory=LaveConfig(value_dim=24, num_gate_heads=2)),
+    "move over latents, beside experts": replace(
+        LATENT,
+        moe=MOE,
+        latent_attention=LatentAttentionConfig(24, 16, query_latent_dim=20),
+        memory=MoveConfig(value_dim=24, num_gate_heads=3, mixed_into="latents"),
+    ),
 }
 SHORT_BLOCKS: dict[str, Any] = {"block_size": 32, "max_model_len": LENGTH}
 # By a name: the model, and options of `LLM`. Half of the requests begin alike, longer than some blocks of the cache; the
@@ -66,10 +82,11 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {**SHORT_BLOCKS, "enable_prefix_caching": False}) for name in MODELS},
     "v2, chunks and prefixes": ("v2", CHUNKED),
     "ultramem, chunks and prefixes": ("ultramem", CHUNKED),
-    "v2 beside experts, tensor parallelism": (
-        "v2, permutation, beside experts, untied",
-        {**SHORT_BLOCKS, "tensor_parallel_size": 2},
-    ),
+    "tide, chunks and prefixes": ("tide", CHUNKED),
+    **{
+        f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
+        for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts")
+    },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": {"memory_device": "cpu"}}),
 }
 

@@ -78,7 +78,10 @@ def test_a_folder_has_what_it_needs(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"),
-        *(f"{part}_megamem.py" for part in ("configuration", "memory", "modeling", "ngrams")),
+        *(
+            f"{part}_megamem.py"
+            for part in ("attention", "configuration", "memory", "modeling", "ngrams", "token_tables")
+        ),
         "model.safetensors.index.json",
     }
     assert len([name for name in names if name.endswith(".safetensors")]) > 2

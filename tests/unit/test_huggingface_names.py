@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
-from megamem.families.lave.config import LaveConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import SharingConfig
@@ -32,6 +31,7 @@ from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from pretrain.errors import CheckpointError, DataError
+from tests.families.behind_heads.config import BehindHeadsConfig
 from tests.in_memory import InMemory
 
 VOCAB_SIZE, PADDED = 61, 64
@@ -225,10 +225,10 @@ def test_a_memory_that_the_exported_model_does_not_know_is_refused() -> None:
         )
 
 
-def test_a_memory_that_the_token_addresses_is_refused() -> None:
-    memory = LaveConfig(value_dim=8, placement=PlacementConfig(blocks=(1,)))
+def test_a_memory_of_another_kind_of_rows_is_refused() -> None:
+    memory = BehindHeadsConfig(value_dim=8, placement=PlacementConfig(blocks=(1,)))
     with pytest.raises(
-        CheckpointError, match=r"model\.memory\.kind is lave, which chooses .* neither by scores nor by n-grams"
+        CheckpointError, match=r"model\.memory\.kind is behind_heads, which chooses .* neither by scores nor by tokens"
     ):
         exported_config(
             replace(BASE, memory=memory, head_dim=None),

@@ -16,7 +16,7 @@ from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.convert.huggingface.names import memory_weights
+from pretrain.convert.huggingface.names import memory_weights, shared_weights
 from pretrain.convert.huggingface.refused import refused
 from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.errors import CheckpointError, ConfigError
@@ -45,12 +45,17 @@ _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     Scoring.HEADS: ({"keys", "expansion"}, {"query_gain", "query_bias"}),
     Scoring.ROWS: ({"query_proj", "keys"}, set()),
     Scoring.NGRAMS: (_NGRAM_WEIGHTS, _NGRAM_OPTIONS),
+    # Those of `remote_code/token_tables_megamem.py`.
+    Scoring.TOKENS: (set(), {"gate_proj", "router"}),
 }
+
+# Those whose layers have keys.
+_BY_KEYS = (Scoring.TUCKER, Scoring.PRODUCT, Scoring.HEADS, Scoring.ROWS)
 
 
 def architecture_of(model: ModelConfig) -> str:
     """The class of transformers that computes what the model does: its own where no other does exactly that."""
-    if model.memory is not None or model.moe is not None:
+    if model.memory is not None or model.moe is not None or model.latent_attention is not None:
         return OWN
     return _backbone(model)
 
@@ -107,7 +112,9 @@ def exported_config(
     if architecture != OWN:
         plain = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
         return {**config, **plain, **({"mlp_bias": False} if architecture == LLAMA else {"use_sliding_window": False})}
-    moe = None
+    moe, latent = None, None
+    if model.latent_attention is not None:
+        latent = to_dict(model.latent_attention)
     if model.moe is not None:
         moe = {
             "num_experts": model.moe.num_experts,
@@ -119,8 +126,9 @@ def exported_config(
         **config,
         "auto_map": AUTO_MAP,
         # Without these blocks, it may be a model that transformers knows.
-        **({"backbone": _backbone(model)} if inserted_blocks(model) else {}),
+        **({"backbone": _backbone(model)} if inserted_blocks(model) and latent is None else {}),
         "qk_norm": model.qk_norm,
+        "latent_attention": latent,
         "moe": moe,
         "memory": _memory(model, seed, tensors),
         "memory_device": None,
@@ -140,7 +148,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         return None
     scoring = memory.scoring
     if scoring is None:
-        raise _unknown(model, "which chooses what it reads neither by scores nor by n-grams")
+        raise _unknown(model, "which chooses what it reads neither by scores nor by tokens")
     needed, options = _WEIGHTS[scoring]
     ngrams = memory.ngrams(len(model.memory_spans))
     layers: list[dict[str, Any]] = []
@@ -160,17 +168,16 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
                 "first_row": view.first_row,
                 "num_rows": view.num_rows,
                 # The rows that entries, or hashes, stand for.
-                **(
-                    {"round_keys": _round_keys(model, index, seed)}
-                    if ngrams is None
-                    else {"head_rows": list(ngrams.head_rows[index])}
-                ),
+                **({"round_keys": _round_keys(model, index, seed)} if scoring in _BY_KEYS else {}),
+                **({} if ngrams is None else {"head_rows": list(ngrams.head_rows[index])}),
                 "weights": {name: list(info.shape) for name, info in weights.items()},
             }
         )
     return {
         "scoring": scoring.value,
-        **(_key_settings(memory, layers) if ngrams is None else _ngram_settings(ngrams)),
+        **(_key_settings(memory, layers) if scoring in _BY_KEYS else {}),
+        **({} if ngrams is None else _ngram_settings(ngrams)),
+        **(_token_settings(memory, tensors) if scoring == Scoring.TOKENS else {}),
         "num_sums": memory.lookup.bins,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
@@ -188,6 +195,15 @@ def _key_settings(memory: MemoryConfig, layers: Sequence[Mapping[str, Any]]) -> 
         "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
         "top_k": memory.lookup.rows // num_heads,
         "num_scores": memory.lookup.scores,
+    }
+
+
+def _token_settings(memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "rows_per_token": memory.lookup.rows,
+        "num_gate_heads": memory.lookup.scores,
+        "reads_once": memory.reads_once,
+        "shared_weights": {name: list(info.shape) for name, info in shared_weights(tensors).items()},
     }
 
 

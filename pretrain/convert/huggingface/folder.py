@@ -25,7 +25,9 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
-_REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py", "ngrams_megamem.py")
+_REMOTE_CODE = tuple(
+    f"{name}_megamem.py" for name in ("attention", "configuration", "memory", "modeling", "ngrams", "token_tables")
+)
 _MAX_CONFIG_BYTES = 2**24
 
 
@@ -192,7 +194,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:
     """Refuse a configuration of a model far larger than the weights: pairs are made of each block and head of it."""
-    key = "model.layers.0.self_attn.k_proj.weight"
+    key = f"model.layers.0.self_attn.{'k' if model.latent_attention is None else 'kv_up'}_proj.weight"
     rows = found[key].shape[0] if key in found and found[key].shape else 0
     experts = 0 if model.moe is None else model.moe.num_experts
     if max(model.num_layers, experts) > len(found) or model.query_groups > rows:

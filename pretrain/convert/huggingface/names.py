@@ -15,6 +15,10 @@ from megamem.config import ModelConfig
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
 
+_SHARED_READ = "shared_read."
+# Prefixes of what memory layers share.
+_OF_ALL_LAYERS = ("banks.", _SHARED_READ)
+
 
 def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
     """Pairs of our elements and Hugging Face's: all of the model but the padding of the vocabulary.
@@ -26,12 +30,8 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
             without memory needs none.
 
     Raises:
-        CheckpointError: a memory acts where the exported model has no place for it, or attention is latent.
+        CheckpointError: a memory acts where the exported model has no place for it.
     """
-    if model.latent_attention is not None:
-        raise CheckpointError(
-            "model.latent_attention is set, which cannot be exported to Hugging Face: keep the model in the native format"
-        )
     hidden, plans = model.hidden_size, _exported_plans(model)
     found = [
         _rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden),
@@ -40,8 +40,8 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
     ]
     if not model.tied_embeddings:
         found.append(_rows("output_layer.weight", "lm_head.weight", vocab_size, hidden))
-    banks = [name for name in tensors if name.startswith("banks.")]
-    return found + [_whole(name, f"model.{name}", tensors[name].shape) for name in banks]
+    of_all = [name for name in tensors if name.startswith(_OF_ALL_LAYERS)]
+    return found + [_whole(name, f"model.{name}", tensors[name].shape) for name in of_all]
 
 
 def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -55,13 +55,19 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
     return {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
 
 
+def shared_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The weights of what all memory layers read together, by their names in it; `tensors` are ours."""
+    return {name.removeprefix(_SHARED_READ): info for name, info in tensors.items() if name.startswith(_SHARED_READ)}
+
+
 def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The weights of memories and the banks of an exported model, under our global names.
 
     Args:
         theirs: all tensors, by Hugging Face's names.
     """
-    found = {name.removeprefix("model."): info for name, info in theirs.items() if name.startswith("model.banks.")}
+    inner = {name.removeprefix("model."): info for name, info in theirs.items() if name.startswith("model.")}
+    found = {name: info for name, info in inner.items() if name.startswith(_OF_ALL_LAYERS)}
     for index, span in enumerate(model.memory_spans):
         prefix = f"model.layers.{span.read}.memory."
         for name, info in theirs.items():
@@ -72,14 +78,13 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
 
 def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
-    width = model.attention_head_dim
     for part in ("weight", "bias") if plan.has_layer_norm else ("weight",):
         yield _whole(f"{ours}input_layernorm.{part}", f"{theirs}input_layernorm.{part}", (hidden,))
-    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=plan.has_output_projection)
-    if model.qk_norm:
-        for side in "qk":
-            name = f"self_attention.{side}_layernorm.weight"
-            yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
+    attention = _attention if model.latent_attention is None else _latent_attention
+    yield from attention(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+    if plan.has_output_projection:
+        shape = (hidden, model.num_attention_heads * model.attention_head_dim)
+        yield _whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", shape)
     if plan.num_norms > 1:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
     if plan.memory is not None:
@@ -103,7 +108,7 @@ def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
     return plans
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) -> Iterator[Pair]:
+def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
     """Megatron's fused rows are, per key/value head: its queries, its key, its value."""
     hidden, width, groups = model.hidden_size, model.attention_head_dim, model.query_groups
     queries = model.num_attention_heads // groups * width
@@ -114,9 +119,33 @@ def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) ->
                 Region(f"{ours}linear_qkv.weight", (start + before, 0), (rows, hidden)),
                 Region(f"{theirs}{side}_proj.weight", (group * rows, 0), (rows, hidden)),
             )
-    if projects:
-        shape = (hidden, model.num_attention_heads * width)
-        yield _whole(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", shape)
+    if model.qk_norm:
+        for side in "qk":
+            yield _whole(f"{ours}{side}_layernorm.weight", f"{theirs}{side}_norm.weight", (width,))
+
+
+def _latent_attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
+    latent, heads, width = model.latent_attention, model.num_attention_heads, model.attention_head_dim
+    assert latent is not None
+    narrow, of_keys = latent.latent_dim, width - latent.rotary_dim
+    shapes = {
+        "kv_down": (narrow + latent.rotary_dim, model.hidden_size),
+        "kv_up": (heads * (of_keys + width), narrow),
+        "q": (heads * width, model.hidden_size),
+    }
+    norms = {"kv": narrow}
+    names = {name: name for name in shapes}
+    if latent.query_latent_dim is not None:
+        shapes |= {
+            "q_down": (latent.query_latent_dim, model.hidden_size),
+            "q": (heads * width, latent.query_latent_dim),
+        }
+        norms["q"] = latent.query_latent_dim
+        names |= {"q": "q_up", "q_down": "q_down"}
+    for name, shape in shapes.items():
+        yield _whole(f"{ours}linear_{names[name]}_proj.weight", f"{theirs}{name}_proj.weight", shape)
+    for side, columns in norms.items() if model.qk_norm else ():
+        yield _whole(f"{ours}{side}_layernorm.weight", f"{theirs}{side}_norm.weight", (columns,))
 
 
 def _feed_forward(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:

@@ -41,7 +41,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": base}
     if scaling.kind == "ntk":
         # No more than another theta.
-        return {"rope_type": "default", "rope_theta": ntk_base(scaling.factor, base, model.attention_head_dim)}
+        return {"rope_type": "default", "rope_theta": ntk_base(scaling.factor, base, model.rotary_width)}
     values = {theirs: getattr(scaling, ours) for ours, theirs in _KEYS[scaling.kind].items()}
     given = {key: value for key, value in values.items() if value is not None}
     return {"rope_type": scaling.kind, "rope_theta": base, **given}

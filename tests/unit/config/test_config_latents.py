@@ -14,9 +14,8 @@ from megamem.families.move.config import MoveConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.slots import Slot
 from pretrain.config.schema import RunConfig
-from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.released.pairs import released_pairs
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import ConfigError
 from tests.families.behind_heads.config import HEADS
 from tests.plain_config import parse_config
 
@@ -60,10 +59,8 @@ def test_keys_that_latents_leave_without_effect_are_refused() -> None:
             parse_config(tree, RunConfig)
 
 
-def test_formats_without_latents_say_so() -> None:
+def test_a_format_without_latents_says_so() -> None:
     model = replace(LATENT, vocab_size=64)
-    with pytest.raises(CheckpointError, match=r"latent_attention is set, .* cannot be exported to Hugging Face"):
-        pairs(model, vocab_size=64, tensors={})
     with pytest.raises(ConfigError, match="has no models with latent attention: use the native format"):
         released_pairs(model, {}, "ultramemv2")
 

@@ -13,6 +13,9 @@ class MegamemConfig(PreTrainedConfig):
     Attributes:
         rope_parameters: `rope_theta`, and `rope_type` with its keys: "default", "linear", "yarn" or "llama3".
         qk_norm: RMS-normalise queries and keys per head before RoPE.
+        latent_attention: None, or keys and values of all heads are made of one latent per token: `latent_dim`, its width;
+            `rotary_dim`, columns of a head that RoPE turns, whose keys all heads share; `query_latent_dim`, the width of
+            a latent that queries are made of, or None. `qk_norm` then normalises the latents.
         moe: None, or a mixture of experts instead of every feed-forward: `num_experts`; `top_k` of them per token;
             `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their
             sum.
@@ -35,6 +38,9 @@ class MegamemConfig(PreTrainedConfig):
             attention), and there are instead: `max_order`, tokens of the longest n-gram; `boundary_id`, which stands
             before a text, and with `cut_at_boundary` hides what is before it in one; in `layers`, `head_rows`, the rows
             of each head.
+            Where `scoring` is "tokens", a token reads the `rows_per_token` rows of its id: `slot` is "values" or
+            "latents" (mixed into those of attention, by gates for `num_gate_heads` equal parts), or, where blocks
+            weigh the same normalised rows (`reads_once`), whose weights have `shared_weights` as shapes, as above.
         backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.
@@ -44,7 +50,7 @@ class MegamemConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     # Memories and routers stay whole on every rank.
     base_model_tp_plan = {  # noqa: RUF012
-        **{f"layers.*.self_attn.{side}_proj": "colwise" for side in "qkv"},
+        **{f"layers.*.self_attn.{side}_proj": "colwise" for side in ("q", "k", "v", "kv_up")},
         "layers.*.self_attn.o_proj": "rowwise",
         **{f"layers.*.mlp.{part}_proj": "colwise" for part in ("gate", "up")},
         "layers.*.mlp.down_proj": "rowwise",
@@ -64,6 +70,7 @@ class MegamemConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     qk_norm: bool = True
+    latent_attention: Any = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     moe: Any = None

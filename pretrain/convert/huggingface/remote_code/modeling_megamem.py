@@ -1,11 +1,12 @@
 """A decoder-only transformer with memory layers, for inference and fine-tuning with transformers.
 
-Legend: b sequences, s tokens of each, D hidden size, d width of a head.
+Legend: b sequences, s tokens of each, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,110 +17,23 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
+from .attention_megamem import (
+    MegamemAttention,
+    MegamemDownProjection,
+    MegamemLatentAttention,
+    MegamemLayerNorm,
+    MegamemRMSNorm,
+    rotations,
+)
 from .configuration_megamem import MegamemConfig
-from .memory_megamem import Banks, MegamemBank, MegamemMemory, rms_normalise
+from .memory_megamem import Banks, MegamemBank, MegamemMemory
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
+from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
 
-
-class MegamemRMSNorm(nn.Module):
-    """Root-mean-square norm with a gain."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_normalise(x, self.weight, self.epsilon)
-
-
-class MegamemLayerNorm(nn.Module):
-    """Layer normalisation with a gain and a bias, in at least fp32."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        gain, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), gain.shape, gain, bias, self.epsilon).to(x.dtype)
-
-
-def rotations(positions: Tensor, config: MegamemConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [b, 1, s, d] of RoPE at positions [b, s]."""
-    kind, factor = config.rope_parameters["rope_type"], 1.0
-    if kind == "default":
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
-        frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (steps / config.head_dim)
-    else:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, positions.device)
-    angles = (positions.unsqueeze(-1).float() * frequencies).repeat(1, 1, 2).unsqueeze(1)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of [b, heads, s, d]: the first half of d is turned with the second."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention step by step, [b, s, heads, d], and its weights [b, heads, s, keys]; the mask is added to the scores."""
-    key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
-    scores = query @ key.transpose(2, 3) * options["scaling"]
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-    return (weights @ value).transpose(1, 2), weights
-
-
-class MegamemAttention(nn.Module):
-    """Causal self-attention with grouped queries; of some inserted blocks without an output projection."""
-
-    def __init__(self, config: MegamemConfig, layer_idx: int, *, projects: bool) -> None:
-        super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.scaling, self.is_causal = config.head_dim**-0.5, True
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False) if projects else nn.Identity()
-        self.q_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """[b, s, D] of [b, s, D], and attention's weights where its implementation has them."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q = rotate(self.q_norm(q).transpose(1, 2), *position_embeddings)
-        k = rotate(self.k_norm(k).transpose(1, 2), *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        # Engines look for this name and this call, and put their own attention there.
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention_interface(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
+# Kinds of memories, whose parameters are their own.
+_MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemTokenMixture)
 
 
 class MegamemMLP(nn.Module):
@@ -182,7 +96,7 @@ class MegamemBlock(GradientCheckpointingLayer):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
     An inserted block is h + memory of what attention says, or of h and that, and nothing else. A memory of n-grams is
-    added before attention.
+    added before attention; one of a token's rows may act inside of attention.
     """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
@@ -193,31 +107,46 @@ class MegamemBlock(GradientCheckpointingLayer):
         self.inserted = self.slot in ("inserted", "stream_and_heads", "projected", "block")
         norm = MegamemLayerNorm if here is not None and here["layer_norm"] else MegamemRMSNorm
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MegamemAttention(config, layer_idx, projects=self.slot not in ("stream_and_heads", "block"))
+        projects = self.slot not in ("stream_and_heads", "block")
+        if config.latent_attention is None:
+            self.self_attn: nn.Module = MegamemAttention(config, layer_idx, projects=projects)
+        else:
+            mixes_keys = self.slot == "latents"
+            self.self_attn = MegamemLatentAttention(config, layer_idx, projects=projects, mixes_keys=mixes_keys)
         if not self.inserted:
             self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
-        if self.slot in (None, "beside", "skip", "entry"):
+        if self.slot in (None, "beside", "skip", "entry", "values", "latents"):
             dense = config.moe is None
             self.mlp = MegamemMLP(config.hidden_size, config.intermediate_size) if dense else MegamemExperts(config)
-        self.memory: MegamemMemory | MegamemNgramMemory | None = None
+        self.memory: nn.Module | None = None
         if here is not None:
-            self.memory = (MegamemNgramMemory if self.slot == "entry" else MegamemMemory)(config, here)
+            match config.memory["scoring"]:
+                case "ngrams":
+                    self.memory = MegamemNgramMemory(config, here)
+                case "tokens" if self.slot in ("values", "latents"):
+                    self.memory = MegamemMixedValues(config, here)
+                case "tokens":
+                    self.memory = MegamemTokenMixture(config, here)
+                case _:
+                    self.memory = MegamemMemory(config, here)
         self.is_added_later = here is not None and here["added_after"] > layer_idx
         self.layer_idx, self.num_blocks = layer_idx, config.num_hidden_layers
 
     def forward(
-        self, h: Tensor, banks: Banks, ngrams: Ngrams | None = None, **kwargs: Any
+        self, h: Tensor, banks: Banks, tokens: Ngrams | TokenRows | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The residual stream [b, s, D] after the block; a memory's output that is added later; attention's weights.
 
         Args:
-            ngrams: of the tokens, for memories that they address.
+            tokens: as memories read them that they address.
             kwargs: for attention.
         """
-        if isinstance(self.memory, MegamemNgramMemory) and ngrams is not None:
+        if isinstance(self.memory, MegamemNgramMemory) and isinstance(tokens, Ngrams):
             recent = recent_tokens(kwargs["past_key_values"], self.num_blocks)
-            h = h + self.memory(h, banks[self.memory.layer["bank"]], ngrams, recent)
+            h = h + self.memory(h, banks[self.memory.layer["bank"]], tokens, recent)
+        if isinstance(self.memory, MegamemMixedValues) and isinstance(tokens, TokenRows):
+            kwargs["mix"] = partial(self.memory, ids=tokens.ids, look_up=banks[self.memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), **kwargs)
         if self.inserted and isinstance(self.memory, MegamemMemory):
             if attended.shape != h.shape:
@@ -231,6 +160,8 @@ class MegamemBlock(GradientCheckpointingLayer):
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
         later = None
+        if isinstance(self.memory, MegamemTokenMixture) and isinstance(tokens, TokenRows):
+            outputs.append(self.memory(normal, tokens.shared))
         if isinstance(self.memory, MegamemMemory):
             output = self.memory(normal, banks[self.memory.layer["bank"]])
             if self.is_added_later:
@@ -273,7 +204,7 @@ class MegamemPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that no file has: for models that are made from a configuration."""
         super()._init_weights(module)
-        if isinstance(module, MegamemMemory | MegamemNgramMemory | MegamemBank | MegamemRouter):
+        if isinstance(module, (*_MEMORIES, MegamemBank, MegamemRouter, MegamemDownProjection)):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     parameter.normal_(0.0, self.config.initializer_range)
@@ -297,7 +228,10 @@ class MegamemModel(MegamemPreTrainedModel):
         self.added_after = {layer["block"]: layer["added_after"] for layer in layers}
         bank_rows = config.memory["bank_rows"] if config.memory is not None else []
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, number) for number in range(len(bank_rows))})
-        self.reads_ngrams = config.memory is not None and config.memory["scoring"] == "ngrams"
+        scoring = config.memory["scoring"] if config.memory is not None else None
+        self.reads_ngrams, self.reads_ids = scoring == "ngrams", scoring in ("ngrams", "tokens")
+        shares = scoring == "tokens" and config.memory["reads_once"]
+        self.shared_read = MegamemSharedRead(config) if shares else None
         self.post_init()
 
     @can_return_tuple
@@ -349,10 +283,12 @@ class MegamemModel(MegamemPreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        ngrams = None
-        if self.reads_ngrams:
+        banks, tokens = Banks(self.banks), None
+        if self.reads_ids:
+            if input_ids is None:
+                raise ValueError("inputs_embeds are given, but token ids address the memory: give input_ids")
             plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-            ngrams = self._ngrams(input_ids, position_ids, plain, past_key_values)
+            tokens = self._tokens(input_ids, h, banks, position_ids, plain, past_key_values)
         given = {
             "position_embeddings": rotations(position_ids, config, h.dtype),
             "attention_mask": mask,
@@ -360,10 +296,10 @@ class MegamemModel(MegamemPreTrainedModel):
             "position_ids": position_ids,
             **kwargs,
         }
-        banks, waiting = Banks(self.banks), defaultdict[int, list[Tensor]](list)
+        waiting = defaultdict[int, list[Tensor]](list)
         states, attentions = [h], []
         for number, block in enumerate(self.layers):
-            h, later, weights = block(h, banks, ngrams, **given)
+            h, later, weights = block(h, banks, tokens, **given)
             if later is not None:
                 waiting[self.added_after[number]].append(later)
             for output in waiting.pop(number, []):
@@ -379,17 +315,17 @@ class MegamemModel(MegamemPreTrainedModel):
             attentions=tuple(attentions) if with_attentions else None,
         )
 
-    def _ngrams(
-        self, input_ids: Tensor | None, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Ngrams:
-        """The tokens' n-grams; the cache keeps what those of the next tokens need.
+    def _tokens(
+        self, input_ids: Tensor, h: Tensor, banks: Banks, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Ngrams | TokenRows:
+        """The tokens' rows, or their n-grams; the cache keeps what those of the next tokens need.
 
         Raises:
-            ValueError: there are no ids, or an engine brings its attention and keeps no tokens.
+            ValueError: an engine brings its attention and keeps no tokens.
         """
+        if not self.reads_ngrams:
+            return TokenRows(input_ids, None if self.shared_read is None else self.shared_read(input_ids, h, banks[0]))
         config = self.config
-        if input_ids is None:
-            raise ValueError("inputs_embeds are given, but n-grams of token ids address the memory: give input_ids")
         if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(
                 f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
