@@ -151,18 +151,18 @@ class StreamDataset(GPTDataset):
         seed = self.config.random_seed
         return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream, index])
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """A sample's ids [sequence_length + 1] int64 and its documents.
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[NDArray[Any], NDArray[Any], *tuple[Any, ...]]:
+        """A sample's ids [sequence_length + 1] int64, its documents, and what else Megatron tells itself.
 
         Raises:
             DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index
                 other memory.
         """
-        ids, documents = super()._query_document_sample_shuffle_indices(idx)
+        ids, documents, *rest = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if ids.max() >= vocab_size or ids.min() < 0:
             raise vocabulary_error(f"{self.dataset_path}: document", self.dataset, documents, vocab_size)
-        return ids, documents
+        return ids, documents, *rest
 
 
 Streams = Sequence[dict[str, Any]] | BlendedSamples | ComputedSamples
