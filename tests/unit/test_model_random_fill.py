@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from kernels.common.hashing import mix
 from megamem import random_fill
 from megamem.distributions import Normal, Uniform
+from megamem.hashing import key_of
 from megamem.random_fill import fill, normal_rows
 
 
@@ -77,6 +79,34 @@ def test_numbers_do_not_depend_on_the_chunk_of_the_fill(monkeypatch: pytest.Monk
     assert torch.equal(columns, whole[:, 3:])
     drawn = normal_rows(rows, seed=1, name="w", std=1.0, width=15)
     assert torch.equal(drawn, whole.flatten(1)[rows].float())
+
+
+def test_threads_fill_what_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one core, and PyTorch's own threads are as many afterwards, also where a part fails."""
+    before, threads = torch.get_num_threads(), {}
+    whole = normal((400, 3))
+
+    def watch(counter: Tensor, key: int) -> Tensor:
+        threads[threading.get_ident()] = torch.get_num_threads()
+        if key == failing:
+            raise MemoryError
+        return mix(counter, key)
+
+    failing = -1
+    monkeypatch.setattr(random_fill, "_TEMPORARY_ELEMENTS", {"cpu": 12})
+    monkeypatch.setattr(random_fill, "mix", watch)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(normal((400, 3)), whole)
+        assert threading.get_ident() not in threads
+        assert set(threads.values()) == {1}
+        assert torch.get_num_threads() == 3
+        failing = key_of(1, "w")
+        with pytest.raises(MemoryError):
+            normal((400, 3))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_temporaries_are_bounded_whatever_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
