@@ -69,6 +69,12 @@ class GradientStream:
             accumulate(gradient, ids, coef, vec, bins)
         self._under_way.append(_Addition(caller, self._stream.record_event(), ids, (coef, vec, bins)))
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Do work on this stream, behind all additions and all that the current stream was asked for before."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+
     def wait(self) -> None:
         """Have the current stream wait (not the host) for all additions so far."""
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -7,6 +7,7 @@ Legend: T tokens, J rows read per token, C column groups, W columns (C divides W
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kernels.common.gradient_stream import GradientStream
 from kernels.common.ids import bytes_per_id
+from kernels.common.rounding import Rounding
 from kernels.common.row_gradient import RowGradient
 
 
@@ -37,8 +39,23 @@ class SegmentAccumulate(Protocol):
     """See `kernels.segment_accumulate.naive`. Accumulators are contiguous; every run gives the same bits."""
 
     def __call__(
-        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
+        self,
+        accumulator: Tensor,
+        ids: Tensor,
+        coef: Tensor,
+        vec: Tensor,
+        /,
+        bins: Tensor | None = None,
+        rounding: Rounding | None = None,
     ) -> None: ...
+
+
+class Roundings(Protocol):
+    """Roundings of a bf16 gradient, one after the other (`table.roundings`)."""
+
+    def next(self) -> Rounding:
+        """Those of the next lookup that is added."""
+        ...
 
 
 def row_dtype(num_rows: int) -> torch.dtype:
@@ -84,7 +101,7 @@ def table_gradient(
     """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
-    nothing, and DDP's hook still fires. It may be added on a stream of its own (`table.gradient_stream`), which whoever
+    nothing, and DDP's hook still fires. Rows of a bf16 one are rounded stochastically (`table.roundings`). It may be added on a stream of its own (`table.gradient_stream`), which whoever
     reads it waits for. Where the table has a `row_gradient`, that keeps the lookup, and autograd gets nothing. Otherwise
     it is the dense gradient.
 
@@ -103,6 +120,9 @@ def table_gradient(
         gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
         accumulate(gradient, ids, coef, vec, bins)
         return gradient.to(table.dtype)
+    if main_grad.dtype == torch.bfloat16:
+        roundings: Roundings = table.roundings  # type: ignore[attr-defined]
+        accumulate = partial(accumulate, rounding=roundings.next())
     stream: GradientStream | None = getattr(table, "gradient_stream", None)
     if stream is None:
         accumulate(main_grad, ids, coef, vec, bins)

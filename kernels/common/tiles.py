@@ -27,6 +27,8 @@ ACCUMULATE_AHEAD = 4
 _ACCUMULATE_STEP = 250
 """Instructions of a warp for so many entries of each of its runs: 212 to 279 in the machine code
 (`tests/unit/test_kernel_builds.py`)."""
+_ROUNDED_STEP = 570
+"""The same where sums are rounded to bf16: 434 to 600."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,15 @@ def accumulate_tile(width: int) -> Tile:
     return Tile(max(1, _WARP // threads), columns, max(1, threads // _WARP))
 
 
-def accumulate_instructions(width: int) -> float:
+def accumulate_instructions(width: int, *, rounded: bool = False) -> float:
     """Instructions of warps that `segment_accumulate` issues per entry, for a column group of this width."""
     tile = accumulate_tile(width)
-    return _ACCUMULATE_STEP * tile.num_warps * tile.column_tiles(width) / (ACCUMULATE_AHEAD * tile.entries)
+    return (
+        (_ROUNDED_STEP if rounded else _ACCUMULATE_STEP)
+        * tile.num_warps
+        * tile.column_tiles(width)
+        / (ACCUMULATE_AHEAD * tile.entries)
+    )
 
 
 def slots_per_run(num_slots: int) -> int:

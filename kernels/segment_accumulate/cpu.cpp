@@ -1,6 +1,7 @@
 // segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the
 // order of its entries.
 
+#include "../common/rounding.h"
 #include "../common/rows.h"
 
 namespace {
@@ -39,6 +40,35 @@ void accumulate_bucket(Row* accumulator, const int32_t* ids, const Operand* coef
   }
 }
 
+// The same, of a bf16 accumulator whose rows are added to in fp32 and then rounded, once each: the entries row by row, a
+// row's in their order.
+template <class Operand>
+void accumulate_rounded(bf16* accumulator, const int32_t* ids, const Operand* coef, const Operand* vec,
+                        const int32_t* bins, const int32_t* order, int64_t count, int64_t first, int64_t last,
+                        int64_t J, int64_t C, int64_t W, int64_t B, const Rounding& rounding) {
+  const int64_t per_group = W / C;
+  std::vector<int32_t> by_row(order, order + count);
+  std::stable_sort(by_row.begin(), by_row.end(), [&](int32_t a, int32_t b) { return ids[a] < ids[b]; });
+  std::vector<float> sums(last - first);
+  for (int64_t i = 0; i < count;) {
+    const int64_t id = ids[by_row[i]];
+    bf16* row = accumulator + id * W;
+    for (int64_t d = first; d < last; ++d) sums[d - first] = widen(row[d]);
+    for (; i < count && ids[by_row[i]] == id; ++i) {
+      if (i + kAheadOfWrites < count)
+        prefetch_row(accumulator + ids[by_row[i + kAheadOfWrites]] * W + first, (last - first) * sizeof(bf16));
+      const int64_t e = by_row[i];
+      const Operand* vector = vec + (e / J * B + (bins == nullptr ? 0 : bins[e])) * W;
+      for (int64_t c = first / per_group; c * per_group < last; ++c) {
+        const int64_t stop = std::min(last, (c + 1) * per_group), start = std::max(first, c * per_group);
+        add_scaled(sums.data() + start - first, vector + start, static_cast<float>(widen(coef[e * C + c])), stop - start);
+      }
+    }
+    const uint32_t of_row = rounding.of_row(id);
+    for (int64_t d = first; d < last; ++d) row[d] = rounding.round(sums[d - first], of_row, d);
+  }
+}
+
 struct Task {
   int64_t bucket, first, last;
 };
@@ -46,7 +76,7 @@ struct Task {
 template <class Row, class Operand>
 void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef, const void* vec, const int32_t* bins,
                         const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t J, int64_t C,
-                        int64_t W, int64_t B, int64_t threads) {
+                        int64_t W, int64_t B, const Rounding* rounding, int64_t threads) {
   // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
   constexpr int64_t kColumns = 64;
   const int64_t share = starts[num_buckets] / (4 * threads) + 1;
@@ -61,9 +91,16 @@ void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef,
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t start = starts[tasks[i].bucket], count = starts[tasks[i].bucket + 1] - start;
-    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef),
-                      static_cast<const Operand*>(vec), bins, order + start, count, tasks[i].first, tasks[i].last, J,
-                      C, W, B);
+    const Operand *coefs = static_cast<const Operand*>(coef), *vectors = static_cast<const Operand*>(vec);
+    if constexpr (std::is_same_v<Row, bf16>) {
+      if (rounding != nullptr) {
+        accumulate_rounded(static_cast<bf16*>(accumulator), ids, coefs, vectors, bins, order + start, count,
+                           tasks[i].first, tasks[i].last, J, C, W, B, *rounding);
+        continue;
+      }
+    }
+    accumulate_bucket(static_cast<Row*>(accumulator), ids, coefs, vectors, bins, order + start, count, tasks[i].first,
+                      tasks[i].last, J, C, W, B);
   }
 }
 
@@ -72,10 +109,12 @@ void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef,
 extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int32_t* ids, const void* coef,
                                            const void* vec, const int32_t* bins, const int32_t* order,
                                            const int64_t* starts, int64_t num_buckets, int64_t J, int64_t C,
-                                           int64_t W, int64_t B, int64_t threads) {
+                                           int64_t W, int64_t B, int64_t is_rounded, int64_t key, int64_t first_row,
+                                           int64_t first_column, int64_t threads) {
+  const Rounding rounding{key, first_row, first_column};
   dispatch(types, [&](auto row, auto operand) {
     segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, bins, order, starts, num_buckets,
-                                                         J, C, W, B, threads);
+                                                         J, C, W, B, is_rounded ? &rounding : nullptr, threads);
   });
 }
 

@@ -5,10 +5,20 @@ Legend: T tokens, J rows read per token, C column groups, W columns (C divides W
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from kernels.common.rounding import Rounding, round_stochastically
 
-def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
+
+def segment_accumulate(
+    accumulator: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> None:
     """Add the table gradient of a gather in place.
 
     accumulator[ids[t, j], c W/C + d] += coef[t, j, c] vec[t, bins[t, j] W + c W/C + d], in the order of (t, j)
@@ -20,7 +30,16 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
         coef: [T, J, C].
         vec: [T, B W].
         bins: [T, J], int32 or int64 in [0, B), or None if B is 1.
+        rounding: for a bf16 accumulator, whose rows are added to in fp32 and rounded stochastically, once each.
     """
+    if rounding is not None:
+        sums = accumulator.float()
+        segment_accumulate(sums, ids, coef, vec, bins)
+        rows = torch.tensor([row for row in range(len(sums)) if (ids == row).any()], dtype=torch.int64)
+        rounded = accumulator[rows]
+        round_stochastically(sums[rows], rounded, rounding, rows)
+        accumulator[rows] = rounded
+        return
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):
         vectors = vec[t].view(-1, num_groups, accumulator.shape[1] // num_groups).to(accumulator.dtype)

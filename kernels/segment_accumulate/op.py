@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.rounding import Rounding, round_stochastically
+from kernels.common.row_gradient import distinct_rows
 from kernels.common.slices import own_rows, token_slices, vectors_of_entries
 
 Order: TypeAlias = tuple[Tensor, ...]
@@ -45,9 +47,18 @@ def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order
 
 
 def torch_segment_accumulate(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None
+    accumulator: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits on the CPU."""
+    if rounding is not None:
+        if ids.numel():
+            _accumulate_rounded(accumulator, ids, coef, vec, bins, rounding)
+        return
     num_tokens, num_rows_read, num_groups = coef.shape
     width = accumulator.shape[1]
     # Entries whose rows others hold add zero to the first.
@@ -63,6 +74,20 @@ def torch_segment_accumulate(
             accumulator.index_put_((rows,), terms, accumulate=True)
         else:
             accumulator.index_add_(0, rows, terms)
+
+
+def _accumulate_rounded(
+    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, rounding: Rounding
+) -> None:
+    """Sums in fp32 of the rows that are read, which are then rounded."""
+    read = distinct_rows([ids], accumulator.shape[0])
+    sums = accumulator[read.rows].float()
+    torch_segment_accumulate(sums, read.slots[0], coef, vec, bins)
+    if read.sources is not None:
+        sums = sums[read.sources]
+    rounded = torch.empty_like(sums, dtype=accumulator.dtype)
+    round_stochastically(sums, rounded, rounding, read.rows)
+    accumulator.index_copy_(0, read.rows, rounded)
 
 
 def _buckets(num_rows: int) -> tuple[int, int]:
@@ -89,7 +114,14 @@ def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("megamem::cpu_segment_accumulate", mutates_args=("accumulator",))
 def _accumulate_buckets(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, order: Tensor, starts: Tensor
+    accumulator: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    rounding: list[int],
 ) -> None:
     ids = cpp.ids_in(accumulator, ids)
     types, vec = cpp.types_of(accumulator, vec)
@@ -97,16 +129,27 @@ def _accumulate_buckets(
     bins = None if bins is None else cpp.in_32_bits(bins)
     width = accumulator.shape[1]
     sizes = (starts.numel() - 1, ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
-    cpp.call(
-        "segment_accumulate", "segment_accumulate", types, accumulator, ids, coef, vec, bins, order, starts, *sizes
-    )
+    # Without a rounding a bf16 row is rounded to nearest after every entry.
+    numbers = (1, *rounding) if rounding else (0, 0, 0, 0)
+    operands = (accumulator, ids, coef, vec, bins, order, starts)
+    cpp.call("segment_accumulate", "segment_accumulate", types, *operands, *sizes, *numbers)
 
 
 def cpu_segment_accumulate(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None
+    accumulator: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """The same in C++, as custom ops: `torch.compile` takes them as they are."""
     if ids.numel() == 0:
         return
     order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)
-    _accumulate_buckets(accumulator, ids, coef, vec, bins, order, starts)
+    _accumulate_buckets(accumulator, ids, coef, vec, bins, order, starts, numbers_of(rounding))
+
+
+def numbers_of(rounding: Rounding | None) -> list[int]:
+    """A rounding as arguments of a custom op; empty for none."""
+    return [] if rounding is None else [rounding.key, rounding.first_row, rounding.first_column]

@@ -26,9 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.rounding import Rounding
+from kernels.common.rounding_triton import round_stochastically
 from kernels.common.tables import check_contiguous, row_dtype
 from kernels.common.tiles import ACCUMULATE_AHEAD, accumulate_tile, slots_per_run
-from kernels.segment_accumulate.op import shared_order
+from kernels.segment_accumulate.op import numbers_of, shared_order
 
 BLOCK = 128
 """Entries of a row that are added up one after the other. Part of the order of additions, so the same for every shape.
@@ -37,7 +39,7 @@ Longer blocks need less scratch memory and fewer launches, shorter ones make run
 _MAX_ENTRIES = 2**31 - 2 * BLOCK
 
 
-@triton.jit(do_not_specialize=["num_slots", "slots_per_run"])
+@triton.jit(do_not_specialize=["num_slots", "slots_per_run", "key", "first_row", "first_column"])
 def segment_accumulate_kernel(
     accumulator,
     sorted_rows,
@@ -49,6 +51,9 @@ def segment_accumulate_kernel(
     partials,
     num_slots,
     slots_per_run,
+    key,
+    first_row,
+    first_column,
     BLOCK: tl.constexpr,
     J: tl.constexpr,
     C: tl.constexpr,
@@ -58,6 +63,7 @@ def segment_accumulate_kernel(
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
     SUM: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """Blocks of entries; the grid is (tiles of RUNS runs, C x column tiles).
 
@@ -86,6 +92,7 @@ def segment_accumulate_kernel(
     # A run begins with a block.
     began = tl.full([RUNS, 1], -BLOCK, tl.int32)
     into = partials + tl.zeros([RUNS, 1], tl.int32)
+    onto = tl.zeros([RUNS, 1], tl.int1)
     sums = tl.zeros([RUNS, COLUMNS], SUM)
     for start in range(0, tl.max(length) + 1, AHEAD):
         rows = ()
@@ -113,17 +120,26 @@ def segment_accumulate_kernel(
             at = start + ahead
             opens = rows[ahead] != before
             begins = opens | (at - began == BLOCK)
-            tl.store(into, sums, mask=begins & (before >= 0) & (at > 0) & in_row)
-            onto_row = accumulator + rows[ahead].to(tl.int64) * W
+            ends = begins & (before >= 0) & (at > 0) & in_row
             from_zero = partials + ((first + at).to(tl.uint32) // BLOCK).to(tl.int64) * W
-            into = tl.where(begins, tl.where(opens, onto_row, from_zero), into)
+            if ROUND:
+                # Rows and scratch have different types.
+                rounded = round_stochastically(sums, key, before.to(tl.int64) + first_row, columns + first_column)
+                tl.store(accumulator + before.to(tl.int64) * W, rounded, mask=ends & onto)
+                tl.store(into, sums, mask=ends & (onto == 0))
+                into = tl.where(begins, from_zero, into)
+                onto = tl.where(begins, opens, onto)
+            else:
+                tl.store(into, sums, mask=ends)
+                onto_row = accumulator + rows[ahead].to(tl.int64) * W
+                into = tl.where(begins, tl.where(opens, onto_row, from_zero), into)
             began = tl.where(begins, at, began)
             sums = tl.where(begins, held[ahead].to(SUM), sums)
             sums += scales[ahead].to(SUM) * terms[ahead].to(SUM)
             before = rows[ahead]
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_items", "stride", "before"])
+@triton.jit(do_not_specialize=["num_slots", "num_items", "stride", "before", "key", "first_row", "first_column"])
 def add_block_sums_kernel(
     accumulator,
     sorted_rows,
@@ -134,11 +150,15 @@ def add_block_sums_kernel(
     num_items,
     stride,
     before,
+    key,
+    first_row,
+    first_column,
     BLOCK: tl.constexpr,
     W: tl.constexpr,
     ITEMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """A level of sums of blocks; the grid is (tiles of ITEMS items, column tiles).
 
@@ -172,7 +192,11 @@ def add_block_sums_kernel(
         first += stride
         left -= 1
         going = going & (tl.load(numbers + slot, mask=going & (slot < num_slots), other=0) == first + 1)
-    tl.store(into, sums, mask=onto_row & in_row)
+    if ROUND:
+        sums_of_rows = round_stochastically(sums, key, row + first_row, columns + first_column)
+    else:
+        sums_of_rows = sums
+    tl.store(into, sums_of_rows, mask=onto_row & in_row)
     tl.store(longer, sums, mask=begins & (index > 0) & in_row)
 
 
@@ -215,19 +239,21 @@ def _segment_accumulate(
     sorted_rows: Tensor,
     order: Tensor,
     cuts: Tensor,
-    numbers: Tensor,
+    block_numbers: Tensor,
     coef: Tensor,
     vec: Tensor,
     bins: Tensor | None,
+    rounding: list[int],
 ) -> None:
     reads, groups = coef.shape[1:]
-    width, num_slots = accumulator.shape[1], numbers.numel()
+    width, num_slots = accumulator.shape[1], block_numbers.numel()
     num_bins = 1 if bins is None else vec.shape[1] // width
     coef, vec = coef.contiguous(), vec.contiguous()
     bins = order if bins is None else bins.contiguous()
     tile = accumulate_tile(width // groups)
     slots = slots_per_run(num_slots)
-    partials = accumulator.new_empty(num_slots, width)
+    partials = accumulator.new_empty(num_slots, width, dtype=_sum_type(accumulator))
+    numbers = rounding or [0, 0, 0]
     with on_device_of(accumulator):
         grid = (-(-num_slots // (slots * tile.entries)), groups * tile.column_tiles(width // groups))
         segment_accumulate_kernel[grid](
@@ -241,6 +267,7 @@ def _segment_accumulate(
             partials,
             num_slots,
             slots,
+            *numbers,
             BLOCK=BLOCK,
             J=reads,
             C=groups,
@@ -250,37 +277,50 @@ def _segment_accumulate(
             COLUMNS=tile.columns,
             AHEAD=ACCUMULATE_AHEAD,
             SUM=sum_dtype(accumulator),
+            ROUND=bool(rounding),
             num_warps=tile.num_warps,
             # Products of bf16 are exact in fp32: only those of wider types would be rounded otherwise.
             enable_fp_fusion=coef.dtype == vec.dtype == torch.bfloat16,
         )
-        _add_block_sums(accumulator, sorted_rows, numbers, partials)
+        _add_block_sums(accumulator, sorted_rows, block_numbers, partials, rounding)
 
 
-def _add_block_sums(accumulator: Tensor, sorted_rows: Tensor, numbers: Tensor, partials: Tensor) -> None:
+def _sum_type(accumulator: Tensor) -> torch.dtype:
+    return torch.promote_types(accumulator.dtype, torch.float32)
+
+
+def _add_block_sums(
+    accumulator: Tensor, sorted_rows: Tensor, block_numbers: Tensor, partials: Tensor, rounding: list[int]
+) -> None:
     """Add the sums of all but the first block of each row, [slots, W], level by level."""
-    width, num_slots = accumulator.shape[1], numbers.numel()
+    width, num_slots = accumulator.shape[1], block_numbers.numel()
     tile = accumulate_tile(width)
     stride, before = 1, 0
+    key, *place = rounding or [0, 0, 0]
     # The first slot has no later block of a row.
     while num_slots - 1 > before:
         num_items = -(-num_slots // stride)
-        longer = accumulator.new_empty(-(-num_items // BLOCK), width)
+        longer = partials.new_empty(-(-num_items // BLOCK), width)
+        # A row is rounded once more at every level that it has sums of.
+        key += 1
         add_block_sums_kernel[(-(-num_items // tile.entries), tile.column_tiles(width))](
             accumulator,
             sorted_rows,
-            numbers,
+            block_numbers,
             partials,
             longer,
             num_slots,
             num_items,
             stride,
             before,
+            key,
+            *place,
             BLOCK=BLOCK,
             W=width,
             ITEMS=tile.entries,
             COLUMNS=tile.columns,
             SUM=sum_dtype(accumulator),
+            ROUND=bool(rounding),
             num_warps=tile.num_warps,
         )
         partials, stride = longer, stride * BLOCK
@@ -297,19 +337,32 @@ def _(
     coef: Tensor,
     vec: Tensor,
     bins: Tensor | None,
+    rounding: list[int],
 ) -> None:
     return None
 
 
-def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
+def segment_accumulate(
+    accumulator: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> None:
     """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of additions told above.
+
+    Rounding, to which each block is an entry, makes a bf16 row once, and once more per level of later blocks that it has.
 
     Raises:
         ValueError: the accumulator has strides or sums in less than fp32, or too many rows are read at once.
     """
     check_contiguous(accumulator)
-    if accumulator.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"the accumulator is {accumulator.dtype}: gradients of tables are summed in fp32 or fp64")
+    if (accumulator.dtype == torch.bfloat16) != (rounding is not None) or accumulator.dtype == torch.float16:
+        raise ValueError(
+            f"the accumulator is {accumulator.dtype}: gradients of tables are summed in fp32 or fp64, or in bf16 with a "
+            "rounding"
+        )
     if ids.numel() > _MAX_ENTRIES:
         raise ValueError(
             f"{ids.numel()} rows are read at once, and the memory kernels count to {_MAX_ENTRIES}: use smaller "
@@ -318,4 +371,4 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
     if coef.numel() == 0 or accumulator.shape[1] == 0:
         return
     sorted_rows, order, cuts, numbers = shared_order(ids, accumulator.shape[0], sort_by_row)
-    _segment_accumulate(accumulator, sorted_rows, order, cuts, numbers, coef, vec, bins)
+    _segment_accumulate(accumulator, sorted_rows, order, cuts, numbers, coef, vec, bins, numbers_of(rounding))

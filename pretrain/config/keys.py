@@ -156,6 +156,7 @@ _OF_MEMORY = (
     "optimizer.value_clip_grad",
     "optimizer.tables",
     "optimizer.table_gradients",
+    "optimizer.table_gradient_dtype",
     "optimizer.value_offload",
     "optimizer.value_lr",
     "optimizer.value_lr_multiplier",

@@ -227,9 +227,18 @@ class OptimizerConfig(Config):
     table_gradients: Annotated[
         Literal["dense", "rows"], EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
     ] = "dense"
-    """Gradients of the memory tables. dense: 4 bytes per element of a table, in fp32; rows: of the distinct rows that a
+    """Gradients of the memory tables. dense: of every element of a table; rows: of the distinct rows that a
     step reads, so that neither memory nor time grow with the table; of tables without replicas and without weight decay.
     See docs/memory-parallel.md."""
+    table_gradient_dtype: Annotated[
+        Literal["fp32", "bf16"],
+        EffectiveWhen(
+            lambda c: c.tables == "row_wise" and c.table_gradients == "dense",
+            "optimizer.tables is row_wise and optimizer.table_gradients is dense",
+        ),
+    ] = "fp32"
+    """Dense gradients of the memory tables. fp32: 4 bytes per element; bf16: 2, where each lookup's sums are added in fp32
+    and rounded stochastically. See docs/memory-parallel.md."""
     value_offload: Annotated[
         Literal["none", "cpu"], EffectiveWhen(lambda c: c.tables == "adamw", "optimizer.tables is adamw")
     ] = "none"

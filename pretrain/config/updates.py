@@ -79,6 +79,20 @@ def keeps_rows(settings: OptimizerConfig) -> bool:
     return settings.tables == "row_wise" and settings.table_gradients == "rows"
 
 
+def has_bf16_gradients(settings: OptimizerConfig) -> bool:
+    """True if gradients of tables are dense and in bf16."""
+    return (
+        settings.tables == "row_wise"
+        and settings.table_gradients == "dense"
+        and settings.table_gradient_dtype == "bf16"
+    )
+
+
+def table_gradient_bytes(settings: OptimizerConfig) -> int:
+    """Bytes per element of a gradient in a table's shape."""
+    return 2 if has_bf16_gradients(settings) else 4
+
+
 def matrix_update(settings: OptimizerConfig) -> Update:
     """The update of the hidden matrices."""
     return MUON if settings.matrices == "muon" else ADAMW

@@ -36,6 +36,8 @@ from parallel.sharded_bank import FetchRows, make_bank
 from pretrain.config.context_ways import context_way
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import has_bf16_gradients
+from pretrain.engine.bf16_gradients import add_tables
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.engine.row_gradients import apart_from_ddp
 from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
@@ -218,12 +220,14 @@ def wrap_chunks(
     gradient_stream = make_gradient_stream(config, groups)
     for index, chunk in enumerate(chunks):
         module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
-        with apart_from_ddp(chunk, config):
+        with apart_from_ddp(chunk, config) as tables:
             wrapped.append(
                 DistributedDataParallel(
                     chunk.config, ddp_config(config), module, disable_bucketing=index > 0, pg_collection=groups.megatron
                 )
             )
+        if has_bf16_gradients(config.optimizer):
+            add_tables(wrapped[-1], tables)
         if config.parallel.overlap_param_gather:
             wait_before_memories(wrapped[-1], chunk)
         if gradient_stream is not None:

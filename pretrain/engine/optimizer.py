@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megamem.parameters import GroupName, group_of, matrices_of
+from megamem.parameters import GroupName, group_of, is_on_every_stage, matrices_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import (
@@ -29,10 +29,12 @@ from pretrain.config.updates import (
     MUON,
     ROW_WISE,
     TABLE_GROUPS,
+    has_bf16_gradients,
     keeps_rows,
     matrix_update,
     table_update,
 )
+from pretrain.engine.bf16_gradients import TableRoundings
 from pretrain.engine.build import unwrap
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
@@ -269,7 +271,10 @@ class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
     def __init__(
-        self, optimizers: list[MemoryDistributedOptimizer | ReadTables], value_clip_grad: float | None
+        self,
+        optimizers: list[MemoryDistributedOptimizer | ReadTables],
+        value_clip_grad: float | None,
+        roundings: Mapping[nn.Parameter, TableRoundings],
     ) -> None:
         """Chain the optimizers.
 
@@ -277,9 +282,16 @@ class MemoryOptimizer(ChainedOptimizer):
             optimizers: dense first, tables with gradients of rows last.
             value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
                 None: one norm for all.
+            roundings: of the gradients of tables on this rank that are in bf16.
         """
         super().__init__(optimizers)
-        self._value_clip_grad = value_clip_grad
+        self._value_clip_grad, self._roundings = value_clip_grad, roundings
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients: a step begins."""
+        super().zero_grad(set_to_none)
+        for of_table in self._roundings.values():
+            of_table.begin_step()
 
     @property
     def num_windows(self) -> int:
@@ -332,6 +344,8 @@ class MemoryOptimizer(ChainedOptimizer):
         """Update all weights, then gather them from the ranks that own them: once, and not once per optimizer."""
         for optimizer in self.chained_optimizers:
             optimizer.step_with_ready_grads()
+        for of_table in self._roundings.values():
+            of_table.num_updates += 1
         start_gathering(self.model_chunks)
         return True
 
@@ -339,6 +353,8 @@ class MemoryOptimizer(ChainedOptimizer):
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for optimizer in self.chained_optimizers:
             optimizer.set_num_updates(updates_of)
+        for table, of_table in self._roundings.items():
+            of_table.num_updates = updates_of(table)
 
     def set_weights_from_main(self) -> None:
         """Round all main weights to this rank's shares of the model's; readers of weights gather them first."""
@@ -402,7 +418,22 @@ def build_optimizer(
         ]
         make_rule = partial(ReadRows, **_of_tables(config, chunks, groups))
         optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule))
-    return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad)
+    return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad, _roundings(config, chunks, groups))
+
+
+def _roundings(
+    config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
+) -> dict[nn.Parameter, TableRoundings]:
+    """Roundings of gradients in bf16, which the tables then have, too."""
+    if config.model.memory is None or not has_bf16_gradients(config.optimizer):
+        return {}
+    made = {}
+    for table, place in _table_places(chunks):
+        if table.requires_grad:
+            owner = [groups.megatron.expt_dp.rank(), groups.pipeline_rank * is_on_every_stage(table)]
+            made[table] = TableRoundings(config.seed, place.name, (place.first_row, place.first_column), owner)
+            table.roundings = made[table]  # type: ignore[attr-defined]
+    return made
 
 
 def _distributed_optimizer(

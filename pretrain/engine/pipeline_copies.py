@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megamem.parameters import is_on_every_stage
+from pretrain.engine.bf16_gradients import windows
 from pretrain.engine.row_gradients import add_up_rows
 
 
@@ -41,7 +42,12 @@ def sum_over_stages(chunks: list[DistributedDataParallel], stages: dist.ProcessG
     """Add up this rank's shares of the gradients of parameters that every stage holds. Collective over the stages."""
     if stages.size() > 1:
         for share in _shares(chunks):
-            dist.all_reduce(share, group=stages)
+            for part in windows(share) if share.dtype == torch.bfloat16 else (share,):
+                # Sums of bf16 in bf16 would lose what is small beside the sum so far.
+                sums = part.float()
+                dist.all_reduce(sums, group=stages)
+                if sums is not part:
+                    part.copy_(sums)
 
 
 def _shares(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from kernels.common.rounding import round_stochastically
+from kernels.common.rounding import Rounding, round_stochastically
 from kernels.common.row_gradient import RowGradient
 from megamem.parameters import GroupName
 from pretrain.engine.optimizer_shards import leaves_by_parameter
@@ -63,14 +63,8 @@ class ReadRows(RowWise):
             if weights.dtype == torch.float32:
                 weights.add_(change)
             else:
-                round_stochastically(
-                    change.add_(weights.float()),
-                    weights,
-                    key=key,
-                    rows=of_window + place.first_row,
-                    first_column=place.first_column,
-                    width=place.width,
-                )
+                rounding = Rounding(key, place.first_row, place.first_column)
+                round_stochastically(change.add_(weights.float()), weights, rounding, of_window)
             table.index_copy_(0, of_window, weights)
 
 

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
 from megamem.model import MemoryGPTModel
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import keeps_rows
+from pretrain.config.updates import has_bf16_gradients, keeps_rows
 
 
 def row_gradient_of(parameter: Tensor) -> RowGradient | None:
@@ -27,17 +27,20 @@ def row_gradient_of(parameter: Tensor) -> RowGradient | None:
 
 
 @contextmanager
-def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[None]:
-    """Within the block, the tables that are to have such gradients seem not to be trained; they have them afterwards."""
+def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn.Parameter]]:
+    """Within the block, the tables whose gradients are not DDP's seem not to be trained. Afterwards they have such
+    gradients, if theirs are rows."""
     tables = [table for bank in chunk.own_banks for table in bank.parameters() if table.requires_grad]
-    if not keeps_rows(config.optimizer):
+    by_row = keeps_rows(config.optimizer)
+    if not by_row and not has_bf16_gradients(config.optimizer):
         tables = []
     for table in tables:
         table.requires_grad_(False)
-    yield
+    yield tables
     for table in tables:
         table.requires_grad_(True)
-        table.row_gradient = RowGradient(*table.shape)  # type: ignore[attr-defined]
+        if by_row:
+            table.row_gradient = RowGradient(*table.shape)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from kernels.common.rounding import round_stochastically
+from kernels.common.rounding import Rounding, round_stochastically
 from megamem.hashing import key_of
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import ROW_WISE
@@ -180,7 +180,7 @@ class RowWise(UpdateRule):
         for share in self.shares:
             of_share = squares[self._rows[share]]
             for window in _windows(share):
-                of_share[window.rows] += window.of(share.gradient).square().sum(1)
+                of_share[window.rows] += window.of(share.gradient).float().square().sum(1)
         if self.groups.columns.size() > 1 and squares.numel():
             # Ranks with other columns own the same range of theirs.
             dist.all_reduce(squares, group=self.groups.columns)
@@ -193,7 +193,7 @@ class RowWise(UpdateRule):
         rows = self._rows[share]
         factors = self.factors(share, self._moments[rows], self._last_updates[rows], squares)
         first_row = place.first_row + share.start // share.parameter.shape[1]
-        touched = torch.arange(first_row, first_row + factors.numel(), dtype=torch.int64, device=factors.device)
+        touched = torch.arange(factors.numel(), dtype=torch.int64, device=factors.device)
         key = self.rounding_key(share)
         for window in _windows(share):
             weights = window.of(share.weights)
@@ -202,14 +202,8 @@ class RowWise(UpdateRule):
                 weights.mul_(1 - share.group["lr"] * decay).add_(change)
             else:
                 updated = change.add_(weights.float().mul_(1 - share.group["lr"] * decay))
-                round_stochastically(
-                    updated,
-                    weights,
-                    key=key,
-                    rows=touched[window.rows],
-                    first_column=place.first_column + window.first_column,
-                    width=place.width,
-                )
+                rounding = Rounding(key, first_row, place.first_column + window.first_column)
+                round_stochastically(updated, weights, rounding, touched[window.rows])
 
     def factors(self, share: Share, moments: Tensor, last_updates: Tensor, squares: Tensor) -> Tensor:
         """[n], what gradients of rows are multiplied by for their updates; moves the rows' state on.

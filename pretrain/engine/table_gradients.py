@@ -18,6 +18,7 @@ from parallel.groups import ParallelGroups
 from parallel.multiprocessors import context_of_share
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
+from pretrain.engine.bf16_gradients import Bf16Part
 from pretrain.errors import ConfigError
 
 
@@ -45,6 +46,9 @@ def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel,
         for table in bank.parameters():
             table.gradient_stream = stream  # type: ignore[attr-defined]
     for part in wrapped.expert_parallel_bucket_groups:
+        if isinstance(part, Bf16Part):
+            part.stream = stream
+            continue
         # Both ways to a reduction lead through it: the last gradient of a part, and the end of all passes.
         part.start_grad_sync = partial(_wait_and_start, stream, part.start_grad_sync)
 

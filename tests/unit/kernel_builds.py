@@ -39,8 +39,9 @@ ROWS = (
     ("ultramemv2/227m_1.2b.yaml", ()),
     ("ultramem/227m_1.2b.yaml", ("train.precision=fp32",)),
     ("memory_plus/1b_7b.yaml", ()),
+    ("memory_plus/1b_7b.yaml", ("optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16")),
 )
-"""Models whose rows are of another kind: of two cores, of fp32, wider than a tile."""
+"""Models whose rows are of another kind: of two cores, of fp32, wider than a tile; and those of rounded gradients."""
 
 
 def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:

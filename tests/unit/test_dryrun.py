@@ -140,8 +140,10 @@ SKIPPING = replace(
 RECOMPUTED_MIXTURE = replace(
     MIXTURE, model=replace(MIXTURE.model, num_layers=8, moe=MoEConfig(24, 4, 128)), train=SPLIT.train
 )
+# Gradients of tables in bf16, which replicas send each other in windows.
 READ_TOGETHER = replace(
     SPLIT,
+    optimizer=OptimizerConfig(tables="row_wise", table_gradient_dtype="bf16"),
     model=replace(SPLIT.model, memory=TideConfig(vocab_size=1024, value_dim=256, num_tables=12)),
     parallel=ParallelConfig(memory=2),
     train=replace(SPLIT.train, recompute="none", global_batch_size=64),

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.common.rounding import Rounding
 from kernels.common.tables import table_gradient
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
@@ -360,6 +361,36 @@ def test_segment_accumulate_equals_its_twin(
     assert not torch.equal(actual, start)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_bf16_accumulator_is_rounded_as_its_twin_is(kernels: Kernels, shape: Shape, dtype: torch.dtype) -> None:
+    """To the bit, as one of the two numbers beside the sum in fp32."""
+    c = draw(fitting(kernels, shape), dtype)
+    start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rounding = Rounding(2**62 + 5, first_row=7, first_column=3)
+    actual, reference, sums = start.clone(), start.clone(), start.float()
+    kernels.segment_accumulate(actual, c.ids, c.coef, c.x, rounding=rounding)
+    naive_accumulate.segment_accumulate(reference, c.ids, c.coef, c.x, rounding=rounding)
+    naive_accumulate.segment_accumulate(sums, c.ids, c.coef, c.x)
+    assert torch.equal(actual, reference)
+    assert actual.numel() < 1000 or not torch.equal(actual, sums.bfloat16())
+    assert ((actual - sums).abs() < 2**-7 * sums.abs()).all()
+
+
+def test_small_terms_are_not_lost_beside_large_ones(kernels: Kernels) -> None:
+    """Numbers beside 256 are 2 apart: a quarter goes up with the probability 1/8, by rows that are added to again and
+    again. The mean of n elements after k additions is 256 + k / 4, to 2 sqrt(k / n) sqrt(1/8 (1 - 1/8)) at one sigma."""
+    num_rows, width, times = 12, 40, 6
+    accumulator = torch.full((num_rows, width), 256.0, dtype=torch.bfloat16)
+    ids, ones = torch.arange(num_rows).view(num_rows, 1), torch.ones(num_rows, 1, 1)
+    for time in range(times):
+        quarter = torch.full((num_rows, width), 0.25)
+        kernels.segment_accumulate(accumulator, ids, ones, quarter, rounding=Rounding(1000 + 256 * time))
+    off = float(accumulator.double().mean()) - 256 - times / 4
+    assert abs(off) < 5 * 2 * (times / (num_rows * width) * 7 / 64) ** 0.5
+    assert accumulator.unique().numel() > 3
+
+
 def test_segment_accumulate_touches_no_other_row(kernels: Kernels) -> None:
     c = draw(Shape(rows=12, tokens=6, reads=3, groups=2, width=8), torch.float32)
     accumulator = torch.zeros(12, 8)
@@ -575,7 +606,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
     def run() -> list[Tensor]:
         accumulator = torch.zeros_like(c.table)
         kernels.segment_accumulate(accumulator, ids.clone(), c.coef, c.x)
-        return [kernels.gather_sum(c.table, ids, c.coef), kernels.gather_dot(c.table, ids, c.x, 2), accumulator]
+        rounded = torch.zeros_like(c.table, dtype=torch.bfloat16)
+        kernels.segment_accumulate(rounded, ids.clone(), c.coef, c.x, rounding=Rounding(1))
+        return [
+            kernels.gather_sum(c.table, ids, c.coef),
+            kernels.gather_dot(c.table, ids, c.x, 2),
+            accumulator,
+            rounded,
+        ]
 
     one = run()
     try:

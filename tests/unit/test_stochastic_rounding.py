@@ -8,19 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.common.rounding import round_stochastically
+from kernels.common.rounding import Rounding, round_stochastically
 
 
-def rounded(values: Tensor, *, key: int = 1, first_row: int = 0, first_column: int = 0, width: int = 0) -> Tensor:
+def rounded(values: Tensor, *, key: int = 1, first_row: int = 0, first_column: int = 0) -> Tensor:
     out = torch.full(values.shape, torch.nan, dtype=torch.bfloat16)
-    round_stochastically(
-        values,
-        out,
-        key=key,
-        rows=torch.arange(first_row, first_row + values.shape[0]),
-        first_column=first_column,
-        width=width or values.shape[1],
-    )
+    round_stochastically(values, out, Rounding(key, first_row, first_column), torch.arange(values.shape[0]))
     return out
 
 
@@ -44,6 +37,12 @@ def test_what_bf16_can_hold_stays() -> None:
     assert torch.equal(rounded(values).view(torch.int16), values.bfloat16().view(torch.int16))
 
 
+def test_what_is_no_number_stays_none() -> None:
+    """All bits set is the NaN that a GPU makes: one more would be -0."""
+    values = torch.tensor([[0x7FFFFFFF, -1, 0x7FC00000]] * 20, dtype=torch.int32).view(torch.float32)
+    assert rounded(values).isnan().all()
+
+
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_mean_is_the_number(share: float, sign: int) -> None:
@@ -60,7 +59,7 @@ def test_an_element_is_rounded_by_its_place_in_the_whole_table(rectangle: tuple[
     values = some(7, 13)
     part = values[row : row + rows, column : column + columns].contiguous()
     expected = rounded(values)[row : row + rows, column : column + columns]
-    assert torch.equal(rounded(part, first_row=row, first_column=column, width=13), expected)
+    assert torch.equal(rounded(part, first_row=row, first_column=column), expected)
 
 
 def test_keys_and_places_beyond_32_bits_give_other_numbers() -> None:
@@ -70,7 +69,7 @@ def test_keys_and_places_beyond_32_bits_give_other_numbers() -> None:
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
             assert 0.4 < float((one == other).double().mean()) < 0.6
-    # Neither rows nor columns nor the lanes of a hash repeat each other.
+    # Neither rows nor columns repeat each other.
     ups = (found[0].float() > 1).double() - 0.5
     for step in (1, 2, 3, 4):
         assert abs(float((ups[:, step:] * ups[:, :-step]).mean())) < 5 * 0.25 / 60

@@ -31,7 +31,8 @@ _OF_HALOS = "tensor x context"
 """The axis over which hidden states look back where both cut sequences; a mixture sums its router's figures over it."""
 
 _OF_PIECES = ("table replicas", "data")
-"""Axes that send each other pieces of hidden matrices (`optimizer.matrices: muon`), and nothing else in that way."""
+"""Axes that send each other pieces of hidden matrices (`optimizer.matrices: muon`), of sizes of their own, and nothing
+else in that way. (Equal parts are of gradients of tables in bf16.)"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _counted(report: RankReport) -> dict[str, float]:
     for call in report.collectives:
         if call.op == "all_reduce" and call.axis in _ROW_SUMS:
             found["tables"] += call.sent_bytes
-        elif call.op == "all_to_all" and call.axis in _OF_PIECES:
+        elif call.op == "all_to_all" and call.splits is not None and call.axis in _OF_PIECES:
             # Predicted on the average over ranks: those with the largest matrices exchange more.
             continue
         elif call.op == "all_to_all" and call.axis == _OF_HALOS:

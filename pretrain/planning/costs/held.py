@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.read_rows import has_read_rows
 from pretrain.planning.costs.stages import stages_of
@@ -19,7 +20,7 @@ class HeldBytes:
     """Bytes on a rank's device, the mean over pipeline stages; activations and buffers come on top.
 
     Attributes:
-        model: weights and fp32 gradients of its part of the model.
+        model: weights and gradients of its part of the model.
         optimizer: its share of main weights and moments.
     """
 
@@ -42,7 +43,8 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     """Bytes that a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
 
     Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
-    all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
+    all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight, and fewer than 4 of
+    gradient for tables whose gradients are in bf16 or rows. The optimizer's
     state is split over all ranks (`pretrain.planning.costs.state` has its bytes per parameter). A bank
     of which every stage holds a copy is divided by the stages in neither. Weights that are not
     trained (`optimizer.trained_layers`) have neither gradients nor optimizer state.
@@ -60,10 +62,10 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
         stepped, stepped_tables = dense + experts, tables
-    if has_read_rows(config):
-        # A step's gradients of tables come and go.
-        with_gradients -= stepped_tables / layout.memory / layout.pipeline
+    # A step's gradients of rows that it reads come and go.
+    of_tables = 0 if has_read_rows(config) else table_gradient_bytes(config.optimizer)
+    less = (_GRADIENT - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
     if config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
-    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, state / num_ranks)
+    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT - less, state / num_ranks)

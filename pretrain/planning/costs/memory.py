@@ -20,7 +20,7 @@ from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES
+from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
@@ -181,7 +181,7 @@ def trained_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """Bytes per weight: e; where it is trained, also 4 of gradient, and optimizer state, split over replicas. Gradients of
+    """Bytes per weight: e; where it is trained, also 4 of gradient, or a table's 2, and optimizer state, split over replicas. Gradients of
     rows that were read count here, as a step's last backward pass finds them, though they are gone between steps."""
     element = config.train.element_bytes
     dense, tables = local_dense(config, stage), local_tables(config, stage)
@@ -208,9 +208,9 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
 
 def _table_gradients(config: RunConfig, stage: Stage, division: Division, trained: float) -> float:
     """Bytes of the gradients of tables and experts, of which a rank has `trained` elements."""
-    if not has_read_rows(config):
-        return trained * _GRADIENT
     experts = stage.trained.experts / config.parallel.memory
+    if not has_read_rows(config):
+        return experts * _GRADIENT + (trained - experts) * table_gradient_bytes(config.optimizer)
     kept = gradients_under_way(config, stage, division.rank_tokens).get(MemoryPart.EXCHANGE, 0.0)
     return experts * _GRADIENT + kept_bytes(stage, division, kept)
 

@@ -17,6 +17,7 @@ from enum import Enum
 from megamem.memory_config import Scoring
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.memory import trained_dense
 from pretrain.planning.costs.stages import Division, Stage
@@ -80,11 +81,11 @@ def pieces_of(config: RunConfig, stage: Stage, division: Division, hardware: Har
     """Pieces of a stage, in the order in which forward needs them."""
     layout, element = config.parallel, config.train.element_bytes
 
-    def piece(kind: Weights, weights: float, chunk: int, below: float) -> Piece:
+    def piece(kind: Weights, weights: float, chunk: int, below: float, gradient: int = 4) -> Piece:
         replicas, stride = (division.table_replicas, layout.memory)
         if kind == Weights.DENSE:
             replicas, stride = division.replicas * layout.context, layout.tensor
-        times = (ring_s(weights * width, replicas, stride, hardware) for width in (4, element))
+        times = (ring_s(weights * width, replicas, stride, hardware) for width in (gradient, element))
         return Piece(kind, chunk, below, *times)
 
     model = config.model
@@ -103,7 +104,8 @@ def pieces_of(config: RunConfig, stage: Stage, division: Division, hardware: Har
         for block in range(num):
             for bank in stage.trained_banks:
                 if (bank.chunk, bank.blocks_below) == (chunk, block):
-                    yield piece(Weights.TABLES, bank.elements / layout.memory, chunk, before + block)
+                    of_bank = bank.elements / layout.memory
+                    yield piece(Weights.TABLES, of_bank, chunk, before + block, table_gradient_bytes(config.optimizer))
             if experts:
                 yield piece(Weights.TABLES, experts, chunk, before + block)
             yield piece(Weights.DENSE, dense, chunk, before + block)

@@ -24,6 +24,7 @@ from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Stage
 
@@ -46,7 +47,7 @@ class RowSeconds:
         gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
         ids: copies of ids and coefficients.
         sort: of the entries by row.
-        gradients: sums over the entries of each row, added to the tables' fp32 gradients.
+        gradients: sums over the entries of each row, added to the tables' gradients.
     """
 
     gathers: float = 0.0
@@ -145,7 +146,9 @@ def _backward(
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, layout.memory_columns) if table.name != "pre_values" else 1
         width = table.width // layout.memory_columns
-        accumulating += accumulate_s(entries, num_rows, width, groups, hardware)
+        accumulating += accumulate_s(
+            entries, num_rows, width, groups, hardware, gradient_bytes=table_gradient_bytes(config.optimizer)
+        )
         if layout.memory_rows > 1:
             # Vectors of all tokens, in columns of more than one rank, leave the cache, and are read once per entry.
             vectors = num_entries // memory.lookup.rows * width * config.train.element_bytes
@@ -155,11 +158,13 @@ def _backward(
     return own + _one_way(config, memory, bank_rows, num_entries, hardware)
 
 
-def accumulate_s(num_entries: float, num_rows: int, width: int, num_groups: int, hardware: Hardware) -> float:
+def accumulate_s(
+    num_entries: float, num_rows: int, width: int, num_groups: int, hardware: Hardware, *, gradient_bytes: int = 4
+) -> float:
     """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
     longer.
 
-    A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and as
+    A row is read and written once, however many entries it has: fewer rows move where reads are skewed, and as
     many instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
     read; its vector is in the cache.
 
@@ -169,10 +174,11 @@ def accumulate_s(num_entries: float, num_rows: int, width: int, num_groups: int,
         num_rows: that it has.
         width: columns on this rank.
         num_groups: of columns, each with a coefficient of its own.
+        gradient_bytes: per element; 2 are rounded, which takes instructions.
     """
     rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
-    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)
-    instructions = num_entries * num_groups * accumulate_instructions(width // num_groups)
+    num_bytes = rows * 2 * moved_bytes(gradient_bytes * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)
+    instructions = num_entries * num_groups * accumulate_instructions(width // num_groups, rounded=gradient_bytes == 2)
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
 
 

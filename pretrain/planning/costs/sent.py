@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_update
+from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
@@ -62,13 +62,14 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
     crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
     width = _GRADIENT + element
+    saved = (_GRADIENT - table_gradient_bytes(config.optimizer)) * stage.trained.table_elements / layout.memory
 
     # The group in which hidden states look back: that of the one axis that cuts sequences, or that of both.
     halo = halo_bytes(config, stage)
     along = "tensor" if layout.context == 1 else "context" if layout.tensor == 1 else "halo"
 
-    def ring(elements: float, size: int) -> float:
-        return elements * width * (size - 1) / size
+    def ring(num_bytes: float, size: int) -> float:
+        return num_bytes * (size - 1) / size
 
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
@@ -77,8 +78,9 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         + _tensor_sums(config, stage, division),
         halo=m * halo.hidden * (along == "halo"),
         messages=m * crossings * hidden,
-        tables=ring(trained_tables(config, stage), division.table_replicas) + _row_sums(config, stage, division),
-        dense=ring(trained_dense(config, stage), division.replicas * layout.context),
+        tables=ring(width * trained_tables(config, stage) - saved, division.table_replicas)
+        + _row_sums(config, stage, division),
+        dense=ring(width * trained_dense(config, stage), division.replicas * layout.context),
         matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
         copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
     )

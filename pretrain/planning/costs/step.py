@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ROW_WISE, table_update
+from pretrain.config.updates import ROW_WISE, table_gradient_bytes, table_update
 from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs
 from pretrain.planning.costs.traffic import exchanged_bytes
 
@@ -37,7 +37,7 @@ class Part(StrEnum):
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
-_BY_ROW_BYTES, _BY_ROW_ROUNDED_BYTES = 32, 130
+_BY_ROW_BYTES, _BY_ROW_ROUNDED_BYTES = 32, 178
 """Updates by row of fp32 weights, and of bf16 ones with the hashes that they are rounded by. Each operation reads and
 writes memory: the dry run of a GPU counts the same."""
 
@@ -68,7 +68,7 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
     """The costs of those parts of the memory that have a formula, as the mean over pipeline stages.
 
     Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of
-    its operand, and reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats
+    its operand, and reads and writes rows of the table's gradient. Recomputation (`train.recompute: full`) repeats
     forward. Tokens x layers and the optimizer state of tables are split evenly over all ranks.
     """
     model, train = config.model, config.train
@@ -78,6 +78,7 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
     tokens, element = train.tokens_per_step / num_ranks, train.element_bytes
     layer_costs, tables = memory_layer_costs(model), count_parameters(model).tables
     reads = tokens * model.num_memory_layers * memory.lookup.rows
+    gradient = table_gradient_bytes(config.optimizer)
     pre_width, row_width = memory.width("pre_values"), memory.row_width
     costs = {
         Part.KEYS: Cost(flops=(forwards + 2) * tokens * layer_costs.key_flops),
@@ -85,9 +86,9 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
         Part.SELECTION: Cost(num_bytes=forwards * tokens * layer_costs.selection_bytes),
         Part.GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * pre_width * element),
         Part.GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * (row_width - pre_width) * element),
-        Part.TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * row_width),
+        Part.TABLE_GRADIENT: Cost(num_bytes=2 * gradient * reads * row_width),
         Part.EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
-        Part.ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),
+        Part.ZEROING: Cost(num_bytes=gradient * tables / (config.parallel.pipeline * config.parallel.memory)),
     }
     if config.optimizer.value_offload == "none" and model.moe is None:
         costs[Part.TABLE_STEP] = Cost(num_bytes=table_step_bytes(config) * tables / num_ranks)

@@ -19,7 +19,14 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, ROW_WISE, matrix_update, orthogonalisation_flops, table_update
+from pretrain.config.updates import (
+    MUON,
+    ROW_WISE,
+    matrix_update,
+    orthogonalisation_flops,
+    table_gradient_bytes,
+    table_update,
+)
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
@@ -390,7 +397,8 @@ def _after_backward(
             if has_read_rows(config):
                 tables = read_elements(config, stage, division)
             updated += (table_step_bytes(config) - 28 - element) * tables
-        moved = 4 * weights + 3 * 4 * owned + (0 if on_host else updated)
+        gradient = table_gradient_bytes(config.optimizer) if part == TimePart.MEMORY_UPDATE else 4
+        moved = gradient * weights + 3 * gradient * owned + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s
         parts[part] += _orthogonalisation_s(
             config, stage, division, hardware, of_experts=part == TimePart.MEMORY_UPDATE

@@ -108,12 +108,14 @@ def _waits_of_entries(built: Build) -> Iterator[str]:
     if "LDG" in ops[stored:]:
         yield "its loop stores a row before all of its loads are under way"
     loads, wanted = ops.count("LDG"), _LOADS_PER_ENTRY * values["AHEAD"]
-    if loads < wanted or ops.count("STG") != values["AHEAD"]:
-        yield f"its loop has {loads} loads, of {wanted}, and {ops.count('STG')} stores, of {values['AHEAD']}"
+    # Rounded rows and scratch are stored apart.
+    stores = values["AHEAD"] * (1 + values["ROUND"])
+    if loads < wanted or ops.count("STG") != stores:
+        yield f"its loop has {loads} loads, of {wanted}, and {ops.count('STG')} stores, of {stores}"
     width = values["W"] // values["C"]
     column_tiles = -(-width // values["COLUMNS"])
     took = len(ops) * built.launch.num_warps * column_tiles / (values["AHEAD"] * values["RUNS"])
-    planned = accumulate_instructions(width)
+    planned = accumulate_instructions(width, rounded=values["ROUND"])
     if abs(took - planned) > _OF_PLANS * planned:
         yield f"an entry takes {took:.1f} instructions of warps, and plans count {planned:.1f}"
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.common.ids import bytes_per_id
+from kernels.common.rounding import Rounding
 from kernels.common.tables import row_dtype
 from megamem.memory_config import MemoryConfig
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import has_bf16_gradients
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart
@@ -97,6 +99,7 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
         scores=coefficients_per_rank(memory.lookup.scores, layout.memory_columns),
         bins=memory.lookup.bins,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        gradient_dtype=torch.bfloat16 if has_bf16_gradients(config.optimizer) else torch.float32,
     )
     for table in memory.tables:
         width = table.width // layout.memory_columns
@@ -156,6 +159,7 @@ class _Tables:
         scores: coefficients of an entry.
         bins: sums of a token.
         dtype: of tables and activations.
+        gradient_dtype: of gradients of tables.
     """
 
     reads: Reads
@@ -164,6 +168,7 @@ class _Tables:
     scores: int
     bins: int
     dtype: torch.dtype
+    gradient_dtype: torch.dtype
 
     def summed(self, width: int) -> list[Call]:
         """A table whose rows are summed: forward, the gradients of its coefficients, and its own."""
@@ -211,12 +216,14 @@ class _Tables:
 
     def _accumulate(self, what: str, width: int, coef: Tensor, vec: Tensor, bins: Tensor | None) -> Call:
         from kernels.segment_accumulate import triton_op
+        from kernels.segment_accumulate.op import numbers_of
 
-        gradient = _empty(self.reads.num_rows, width, dtype=torch.float32)
+        gradient = _empty(self.reads.num_rows, width, dtype=self.gradient_dtype)
+        rounding = numbers_of(Rounding(2**62) if self.gradient_dtype == torch.bfloat16 else None)
         order = triton_op.sort_by_row(self._ids(), gradient.shape[0])
         function = launcher(triton_op._segment_accumulate)
-        launches = recorded(lambda: function(gradient, *order, coef, vec, bins))
-        row = Access(_bytes(gradient), 4 * width, self.reads, once=True)
+        launches = recorded(lambda: function(gradient, *order, coef, vec, bins, rounding))
+        row = Access(_bytes(gradient), gradient.element_size() * width, self.reads, once=True)
         entries, element = self.reads.num_entries, coef.element_size()
         random = [
             Access(_bytes(vec), width * element, count=entries),
