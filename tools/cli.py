@@ -54,7 +54,15 @@ STUDY_MODULES = (
 """Commands of `megamem study`; their names are answered without that word, too."""
 
 TWO_WORD_COMMANDS = (
-    *("bench step", "bench kernels", "bench context", "bench hardware", "bench generate", "bench tables"),
+    *(
+        "bench step",
+        "bench kernels",
+        "bench context",
+        "bench hardware",
+        "bench generate",
+        "bench tables",
+        "bench updates",
+    ),
 )
 
 EXIT_INTERRUPTED = 130

@@ -115,3 +115,39 @@ def test_generation_of_models_is_timed_side_by_side(megamem: Megamem, config_fil
     result = megamem("bench", "generate", config_file, "--tokens", 1)
     assert result.code == 2
     assert "--tokens is 1: the time of a token is that of the second and later ones" in result.output
+
+
+def test_updates_of_tables_are_measured_by_size_where_they_have_room(
+    megamem: Megamem, config_file: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    options = ("--vary", "model.memory.num_keys=8,1000000", "--rounds", 2, "--steps", 1, "--report", page)
+    result = megamem("bench", "updates", config_file, *options)
+    assert result.code == 0, result.output
+    written = page.read_text()
+    assert "--rounds 2" in written
+    assert (tmp_path / "page.svg").read_text().count("<svg") == 1
+    for text in (result.output, written):
+        small, large = re.findall(
+            r"^\| ([\d.,]+)M \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE
+        )
+        assert all(float(speed.replace(",", "")) > 0 for speed in small[1:4])
+        assert all(float(gigabytes) >= 0 for gigabytes in small[4:])
+        assert large[1:4] == ("no room",) * 3
+        # Of fp32 tables: weight, gradient and two moments; without moments; without gradients as well.
+        planned = [float(re.fullmatch(r"\(([\d.]+)\)", cell)[1]) for cell in large[4:]]
+        parameters = float(large[0].replace(",", "")) * 1e6
+        assert planned[0] * 1e9 == pytest.approx(16 * parameters, rel=0.01)
+        (told,) = re.findall(r"adamw ([\d.]+), row_wise ([\d.]+), row_wise, rows ([\d.]+)\.", " ".join(text.split()))
+        told = [float(number) for number in told]
+        assert told[0] == 16
+        assert told[1] > 8 > told[2] > 4
+        assert planned[1:] == pytest.approx([parameters * each / 1e9 for each in told[1:]], rel=0.01)
+    for words, message in (
+        ((config_file, "model.memory=null", "--vary", "train.micro_batch_size=1"), "has no memory, and so no tables"),
+        ((config_file, "--vary", "seed=1", "--rounds", 0), "use --rounds and --steps of at least 1"),
+        ((config_file,), "the following arguments are required: --vary"),
+    ):
+        refused = megamem("bench", "updates", *words)
+        assert refused.code == 2
+        assert message in " ".join(refused.output.split())

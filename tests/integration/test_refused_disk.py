@@ -43,6 +43,7 @@ WRITERS: dict[str, str] = {
     "plot": "{place}/run",
     "report": "{place}/run",
     "study bench hardware": "--write {place}/made.yaml --rounds 1 --nproc 1",
+    "study bench updates": "{config} --vary optimizer.value_lr_multiplier=1 --rounds 1 --report {place}/made.md",
     "plan": "{repository}/configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h100-80g --write {place}/made.yaml",
     "study compare": "{config} --run-dir {place}/made --nproc 1",
     "study recall": "{config} --run-dir {place}/made",

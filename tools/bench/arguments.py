@@ -15,9 +15,19 @@ def add_configs(parser: argparse.ArgumentParser) -> None:
     """Adds what `load_configs` reads."""
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
     add_stage(parser)
-    parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
+    add_vary(parser)
     add_rounds(parser)
     add_vocabulary(parser)
+
+
+def add_vary(
+    parser: argparse.ArgumentParser,
+    text: str = "measure each configuration with each of these values",
+    *,
+    is_needed: bool = False,
+) -> None:
+    """Adds what `variations` reads, with what is said of it."""
+    parser.add_argument("--vary", metavar="KEY=A,B,...", required=is_needed, help=text)
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +73,13 @@ def load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds of at least 1")
     configs = {}
     for path in paths:
-        for change in _changes(args.vary):
+        for change in variations(args.vary):
             config = load_stage(path, [*overrides, *change], args.stage)
             configs[" ".join((path, *change))] = with_given_vocabulary(config, args.vocab_size)
     return configs
 
 
-def _changes(vary: str | None) -> list[list[str]]:
+def variations(vary: str | None) -> list[list[str]]:
     """The overrides of each value of `--vary`; none, once, without it."""
     if vary is None:
         return [[]]

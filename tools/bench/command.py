@@ -1,7 +1,7 @@
 """`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory
-kernels (`bench kernels`); long sequences cut over ranks (`bench context`); figures of this machine for `megamem plan`
-(`bench hardware`); generation of models (`bench generate`), and of tables that it reads from memory or disk (`bench
-tables`)."""
+kernels (`bench kernels`); long sequences cut over ranks (`bench context`); updates of tables by the tables' size (`bench
+updates`); figures of this machine for `megamem plan` (`bench hardware`); generation of models (`bench generate`), and of
+tables that it reads from memory or disk (`bench tables`)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tools.bench.arguments import (
 )
 from tools.bench.generation_command import add_generation_parsers
 from tools.bench.static.command import add_static_options, check_options, run_static
+from tools.bench.updates_command import add_updates_parser
 from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import (
     add_nproc,
@@ -51,6 +52,7 @@ examples:
   megamem study bench context --help
   megamem study bench generate --help
   megamem study bench tables --help
+  megamem study bench updates --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. Sent bytes are those of a rank per optimizer step, by lookups in split tables
@@ -141,6 +143,7 @@ def add_parser(subparsers: Any) -> None:
     _add_context_options(parser)
     parser.set_defaults(func=run_bench_context)
     add_generation_parsers(subparsers)
+    add_updates_parser(subparsers)
 
 
 def _add_trained(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -17,6 +15,7 @@ from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_c
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import relaid, session
 from pretrain.planning.costs.traffic import attention_bytes
+from tools.bench.memory_in_use import begin_peak, peak_bytes
 from tools.bench.synthetic_run import SyntheticRun
 
 _HEADER = ("tokens", "context", "attention", "tokens/s", "peak MB", "kept MB", "sent MB")
@@ -79,32 +78,10 @@ def _measure(case: RunConfig, groups: ParallelGroups, rounds: int, steps: int) -
     # The optimizer's state and what libraries keep are there after the first step.
     run.steps(1)
     gc.collect()
-    before = _begin_peak(groups.device)
+    before = begin_peak(groups.device)
     run.steps(1)
-    peak = torch.tensor(float(_peak_bytes(groups.device) - before), dtype=torch.float64, device=groups.device)
+    peak = torch.tensor(float(peak_bytes(groups.device) - before), dtype=torch.float64, device=groups.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     seconds = median(run.steps(steps) / steps for _ in range(rounds))
     run.cut_graphs()
     return case.train.tokens_per_step / seconds, float(peak)
-
-
-def _begin_peak(device: torch.device) -> int:
-    """Bytes in use, from which on the peak counts."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    # Memory that earlier cases have freed goes back to the system: taken again, it would not show.
-    ctypes.CDLL(None).malloc_trim(0)
-    # Linux takes the peak of resident memory back to what is resident.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _resident_bytes("VmRSS")
-
-
-def _peak_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_bytes("VmHWM")
-
-
-def _resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
