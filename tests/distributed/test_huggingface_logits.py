@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -485,10 +487,106 @@ def test_an_engine_that_keeps_no_tokens_is_refused_by_a_memory_of_ngrams(exporte
     model = load(exported("engram")[0], attn_implementation="an engine's")
     with pytest.raises(ValueError, match=r"attn_implementation is \"an engine's\".*'sdpa'"):
         model(some_tokens())
-    assert ["vLLM" in (exported(name)[0] / "README.md").read_text() for name in ("v2", "engram")] == [True, False]
     for name in ("engram", *BY_TOKENS):
         with pytest.raises(ValueError, match="inputs_embeds are given"):
             load(exported(name)[0])(inputs_embeds=torch.zeros(1, 2, HIDDEN))
+
+
+class PagedEngine:
+    """Requests' tokens in one row, of each those that are new; keys and values in pages that lie anywhere.
+
+    `steps` has, for each forward pass, the requests and how many tokens of each.
+    """
+
+    page = 4
+
+    def __init__(self, inner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inner, self.context = inner, SimpleNamespace(attn_metadata=None)
+        self.keys, self.values, self.now = {}, {}, 0
+        transformers.AttentionInterface.register("vllm", self.attention)
+        monkeypatch.setitem(
+            sys.modules, "vllm.forward_context", SimpleNamespace(get_forward_context=lambda: self.context)
+        )
+        pages = torch.randperm(11, generator=torch.Generator().manual_seed(4)) + 1
+        self.table = torch.cat((pages, torch.zeros(1, dtype=torch.int64))).view(3, 4).int()
+        heads, width = BASE.query_groups, BASE.attention_head_dim
+        inner.layers[0].self_attn.attn = SimpleNamespace(
+            layer_name="0", kv_cache=torch.zeros(13, heads, self.page, 2 * width), num_kv_heads=heads, head_size=width
+        )
+
+    def slots(self, request: int, places: Tensor) -> Tensor:
+        return self.table[request, places // self.page].long() * self.page + places % self.page
+
+    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, **_: Any) -> Any:
+        if self.context.attn_metadata is None:
+            return torch.zeros_like(q).transpose(1, 2), None
+        keys = self.keys.setdefault(module.layer_idx, torch.zeros(13 * self.page, *k.shape[1::2]))
+        values = self.values.setdefault(module.layer_idx, torch.zeros_like(keys))
+        out, begin = [], 0
+        for request, places in self.step:
+            new = self.slots(request, places)
+            keys[new] = k[0, :, begin : begin + len(places)].transpose(0, 1)
+            values[new] = v[0, :, begin : begin + len(places)].transpose(0, 1)
+            past = self.slots(request, torch.arange(int(places[-1]) + 1))
+            ours = q[0, :, begin : begin + len(places)]
+            theirs = (x[past].transpose(0, 1).repeat_interleave(len(ours) // x.shape[1], 0) for x in (keys, values))
+            k_all, v_all = theirs
+            seen = places[:, None] >= torch.arange(len(past))
+            out.append((ours @ k_all.transpose(1, 2) * scaling).masked_fill(~seen, float("-inf")).softmax(-1) @ v_all)
+            begin += len(places)
+        return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
+
+    def run(self, tokens: Tensor, steps: list[dict[int, int]]) -> Tensor:
+        """Hidden states of all tokens [requests, s, D]."""
+        done = [0] * len(tokens)
+        states = torch.zeros(*tokens.shape, HIDDEN)
+        for given in steps:
+            self.step = [(request, torch.arange(done[request], done[request] + n)) for request, n in given.items()]
+            counts = torch.tensor([0, *given.values()])
+            self.context.attn_metadata = {
+                "0": SimpleNamespace(
+                    query_start_loc=counts.cumsum(0).int(),
+                    block_table=self.table[list(given)],
+                    slot_mapping=torch.cat([self.slots(*each) for each in self.step]),
+                )
+            }
+            ids = torch.cat([tokens[request, places] for request, places in self.step]).int()
+            positions = torch.cat([places for _, places in self.step])
+            (found,) = self.inner(ids[None], position_ids=positions[None], use_cache=False, return_dict=False)
+            for (request, places), part in zip(self.step, found[0].split(list(given.values())), strict=True):
+                states[request, places], done[request] = part, done[request] + len(places)
+        return states
+
+
+@pytest.mark.parametrize("name", ["engram", "ple"])
+def test_a_memory_of_ngrams_looks_back_through_an_engines_pages(
+    exported: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = exported(name)
+    whole = load(folder, attn_implementation="sdpa")
+    inner = whole.model
+    tokens = some_tokens()
+    engine = PagedEngine(inner, monkeypatch)
+    inner.config._attn_implementation = "vllm"
+    # A trial run, before there are pages, is not held against them.
+    inner(tokens[:1].int(), position_ids=torch.arange(tokens.shape[1])[None], use_cache=False)
+    with torch.no_grad():
+        states = engine.run(tokens[:, :15], [{1: 6, 0: 1}, {0: 5, 2: 9, 1: 1}, {1: 8, 0: 1}, {2: 6, 0: 8}])
+        logits = whole.lm_head(states)
+    torch.testing.assert_close(logits, expected[:, :15], rtol=0, atol=1e-5 * float(expected.abs().max()))
+    inner.layers[0].self_attn.attn.layer_name = "gone"
+    with pytest.raises(ValueError, match="this version of vLLM does not say where"):
+        inner(tokens[:1], position_ids=torch.arange(tokens.shape[1])[None], use_cache=False)
+    inner.layers[0].self_attn.attn.layer_name = "0"
+    transfer = SimpleNamespace(has_kv_transfer_group=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
+    with pytest.raises(ValueError, match="kv_transfer_config"):
+        inner(tokens[:1], position_ids=torch.arange(tokens.shape[1])[None], use_cache=False)
+    monkeypatch.delitem(sys.modules, "vllm.distributed.kv_transfer")
+    inner.pages = type(inner.pages)()
+    engine.table += 1
+    with pytest.raises(ValueError, match="holds tokens elsewhere"):
+        inner(tokens[:1, :8].int(), position_ids=torch.arange(8)[None], use_cache=False)
 
 
 def test_beams_take_their_last_tokens_along_and_none_are_taken_back(exported: Any) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from exported import export
-from test_huggingface_logits import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, V2, VOCAB_SIZE
+from test_huggingface_logits import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, NGRAMS, V2, VOCAB_SIZE
 from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
 from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
@@ -64,6 +65,9 @@ MODELS: dict[str, ModelConfig] = {
     "move": replace(
         SERVED, memory=MoveConfig(value_dim=SERVED.query_groups * SERVED.attention_head_dim, num_gate_heads=2)
     ),
+    "engram": replace(
+        SERVED, memory=EngramConfig(**NGRAMS, max_order=4, conv_kernel=3, placement=PlacementConfig(blocks=(0, 2)))
+    ),
     "tide": replace(SERVED, memory=TideConfig(value_dim=SERVED.hidden_size, num_tables=3)),
     "latents": LATENT,
     "lave over latents of values": replace(LATENT, memory=LaveConfig(value_dim=24, num_gate_heads=2)),
@@ -83,6 +87,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2, chunks and prefixes": ("v2", CHUNKED),
     "ultramem, chunks and prefixes": ("ultramem", CHUNKED),
     "tide, chunks and prefixes": ("tide", CHUNKED),
+    "engram, chunks and prefixes": ("engram", CHUNKED),
     **{
         f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
         for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts")

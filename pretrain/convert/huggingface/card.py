@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamem.memory_config import Scoring
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
@@ -101,8 +100,7 @@ def model_card(config: RunConfig, figures: Figures, *, name: str) -> str:
         "",
     ]
     memory = config.model.memory
-    # An engine's own cache does not keep the tokens before new ones.
-    if own and (memory is None or memory.scoring != Scoring.NGRAMS):
+    if own:
         lines += [
             "vLLM runs it with `--model-impl transformers --trust-remote-code --enforce-eager`.",
             "",

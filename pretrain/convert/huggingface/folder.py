@@ -25,9 +25,8 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
-_REMOTE_CODE = tuple(
-    f"{name}_megamem.py" for name in ("attention", "configuration", "memory", "modeling", "ngrams", "token_tables")
-)
+_PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
+_REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
 _MAX_CONFIG_BYTES = 2**24
 
 

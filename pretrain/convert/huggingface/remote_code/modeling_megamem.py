@@ -30,6 +30,7 @@ from .attention_megamem import (
 from .configuration_megamem import MegamemConfig
 from .memory_megamem import Banks, MegamemBank, MegamemMemory
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
+from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
 
 # Kinds of memories, whose parameters are their own.
@@ -143,7 +144,7 @@ class MegamemBlock(GradientCheckpointingLayer):
             kwargs: for attention.
         """
         if isinstance(self.memory, MegamemNgramMemory) and isinstance(tokens, Ngrams):
-            recent = recent_tokens(kwargs["past_key_values"], self.num_blocks)
+            recent = tokens.paged or recent_tokens(kwargs["past_key_values"], self.num_blocks)
             h = h + self.memory(h, banks[self.memory.layer["bank"]], tokens, recent)
         if isinstance(self.memory, MegamemMixedValues) and isinstance(tokens, TokenRows):
             kwargs["mix"] = partial(self.memory, ids=tokens.ids, look_up=banks[self.memory.layer["bank"]])
@@ -232,6 +233,7 @@ class MegamemModel(MegamemPreTrainedModel):
         self.reads_ngrams, self.reads_ids = scoring == "ngrams", scoring in ("ngrams", "tokens")
         shares = scoring == "tokens" and config.memory["reads_once"]
         self.shared_read = MegamemSharedRead(config) if shares else None
+        self.pages = MegamemPages()
         self.post_init()
 
     @can_return_tuple
@@ -288,7 +290,8 @@ class MegamemModel(MegamemPreTrainedModel):
             if input_ids is None:
                 raise ValueError("inputs_embeds are given, but token ids address the memory: give input_ids")
             plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-            tokens = self._tokens(input_ids, h, banks, position_ids, plain, past_key_values)
+            # Hashes and rows need 64 bits, and engines give 32.
+            tokens = self._tokens(input_ids.long(), h, banks, position_ids, plain, past_key_values)
         given = {
             "position_embeddings": rotations(position_ids, config, h.dtype),
             "attention_mask": mask,
@@ -326,7 +329,11 @@ class MegamemModel(MegamemPreTrainedModel):
         if not self.reads_ngrams:
             return TokenRows(input_ids, None if self.shared_read is None else self.shared_read(input_ids, h, banks[0]))
         config = self.config
-        if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+        if config._attn_implementation == ENGINE:
+            paged = self.pages.of_step(self.layers[0].get_submodule("self_attn"), position_ids)
+            if paged is not None:
+                return ngrams_of(input_ids, position_ids, config.memory, paged)
+        elif config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(
                 f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
                 "not the last tokens, which the memory's n-grams and convolutions read: generate with transformers, "

@@ -10,6 +10,7 @@ E = H V, w tokens before the first one of a forward pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .configuration_megamem import MegamemConfig
 from .memory_megamem import LookUp, rms_normalise
+from .pages_megamem import PagedTokens
 
 # Below it the root of a score is that of this.
 _LEAST_SCORE = 1e-6
@@ -40,14 +42,14 @@ class RecentTokens(CacheLayerMixin):
         super().__init__()
         self.held: dict[str, Tensor] = {}
 
-    def extended(self, reader: str, x: Tensor, width: int) -> Tensor:
-        """x [b, s, ...] behind what stood before it, [b, w + s, ...]; zeros before the first token."""
+    def extended(self, reader: str, x: Tensor, width: int) -> Callable[[int], Tensor]:
+        """x [b, s, ...] of the tokens that are up to `width` before, by their distance; zeros before the first token."""
         before = self.held.get(reader)
         if before is None:
             before = self.held[reader] = _zeros_before(x, width)
         whole = torch.cat((before, x), 1)
         before.copy_(whole[:, whole.shape[1] - width :].detach())
-        return whole
+        return lambda lag: whole[:, width - lag : whole.shape[1] - lag]
 
     def reset(self) -> None:
         for each in self.held.values():
@@ -121,13 +123,15 @@ class Ngrams:
     Attributes:
         window: [N, b, s] ids: of the token itself, of the one before it, and so on.
         places: [b, s] of tokens in their texts; below 0 at padding.
+        paged: the tokens of an engine's requests; None: the cache is one of transformers'.
     """
 
     window: Tensor
     places: Tensor
+    paged: PagedTokens | None = None
 
     def to(self, device: torch.device) -> Ngrams:
-        return Ngrams(self.window.to(device), self.places.to(device))
+        return Ngrams(self.window.to(device), self.places.to(device), self.paged)
 
 
 def places_in_texts(position_ids: Tensor, mask: Tensor | None, *, is_continued: bool) -> Tensor:
@@ -148,18 +152,20 @@ def places_in_texts(position_ids: Tensor, mask: Tensor | None, *, is_continued: 
     return torch.minimum(position_ids, torch.arange(length, device=position_ids.device))
 
 
-def ngrams_of(input_ids: Tensor, places: Tensor, settings: dict[str, Any], recent: RecentTokens) -> Ngrams:
+def ngrams_of(
+    input_ids: Tensor, places: Tensor, settings: dict[str, Any], recent: RecentTokens | PagedTokens
+) -> Ngrams:
     """The n-grams that end at `input_ids` [b, s]; what would stand before a text reads the boundary's id."""
     order, boundary = settings["max_order"], settings["boundary_id"]
     places = places.expand_as(input_ids)
     whole = recent.extended("ids", input_ids, order - 1)
     window, seen = [input_ids], torch.ones_like(places, dtype=torch.bool)
     for lag in range(1, order):
-        before = whole[:, order - 1 - lag : whole.shape[1] - lag]
+        before = whole(lag)
         inside = places >= lag
         seen = seen & inside & (before != boundary) if settings["cut_at_boundary"] else inside
         window.append(torch.where(seen, before, boundary))
-    return Ngrams(torch.stack(window), places)
+    return Ngrams(torch.stack(window), places, recent if isinstance(recent, PagedTokens) else None)
 
 
 class MegamemNgramMemory(nn.Module):
@@ -209,7 +215,7 @@ class MegamemNgramMemory(nn.Module):
                 first += size
         return torch.stack(rows, -1)
 
-    def forward(self, hidden: Tensor, look_up: LookUp, ngrams: Ngrams, recent: RecentTokens) -> Tensor:
+    def forward(self, hidden: Tensor, look_up: LookUp, ngrams: Ngrams, recent: RecentTokens | PagedTokens) -> Tensor:
         """The sum [b, s, D] that joins the residual stream, which it is given, before attention."""
         ngrams = ngrams.to(hidden.device)
         rows = self.rows(ngrams.window)
@@ -228,7 +234,7 @@ class MegamemNgramMemory(nn.Module):
         normal = rms_normalise(gated, self.conv_gain, self.epsilon)
         return gated + F.silu(self._convolved(normal, ngrams.places, recent)).to(hidden.dtype)
 
-    def _convolved(self, x: Tensor, places: Tensor, recent: RecentTokens) -> Tensor:
+    def _convolved(self, x: Tensor, places: Tensor, recent: RecentTokens | PagedTokens) -> Tensor:
         """y_t = sum_j w_j x_{t - (taps - 1 - j) N} of x [b, s, D], in at least fp32; zeros before a text."""
         taps, apart = self.conv.shape[1], self.memory["max_order"]
         width = (taps - 1) * apart
@@ -237,8 +243,7 @@ class MegamemNgramMemory(nn.Module):
         out = torch.zeros_like(x, dtype=wide)
         for tap in range(taps):
             lag = (taps - 1 - tap) * apart
-            read = whole[:, width - lag : whole.shape[1] - lag]
             # Padding may hold what is no number.
-            read = torch.where((places >= lag).unsqueeze(2), read, 0)
+            read = torch.where((places >= lag).unsqueeze(2), whole(lag), 0)
             out = out + read.to(wide) * self.conv[:, tap].to(wide)
         return out
