@@ -6,7 +6,7 @@ import argparse
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import load_stage
@@ -17,20 +17,21 @@ from tools.pages import Page
 from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import add_device, run_on_ranks
 
-WAYS: dict[str, tuple[Literal["adamw", "row_wise"], Literal["dense", "rows"]]] = {
-    "adamw": ("adamw", "dense"),
-    "row_wise": ("row_wise", "dense"),
-    "row_wise, rows": ("row_wise", "rows"),
+WAYS: dict[str, dict[str, Any]] = {
+    "adamw": {"tables": "adamw", "table_gradients": "dense", "table_gradient_dtype": "fp32"},
+    "row_wise": {"tables": "row_wise", "table_gradients": "dense", "table_gradient_dtype": "fp32"},
+    "bf16 gradients": {"tables": "row_wise", "table_gradients": "dense", "table_gradient_dtype": "bf16"},
+    "rows": {"tables": "row_wise", "table_gradients": "rows", "table_gradient_dtype": "fp32"},
 }
-"""`optimizer.tables` and `optimizer.table_gradients` of each way to update tables, by the names of a report."""
+"""Keys of `optimizer` in each way to update tables, by the names of a report."""
 
 _EPILOG = """\
 examples:
   megamem study bench updates configs/quickstart.yaml train.precision=bf16 --vary model.memory.num_keys=234,1024,2048,4096 --report docs/memory-parallel.md
   megamem study bench updates configs/laptop/4b.yaml --vary model.memory.rows_per_head=39200,392000,3920000
 
-Each size is trained with AdamW's moments, with a moment per row, and with that and gradients of the rows that were read
-(optimizer.tables, optimizer.table_gradients), on one rank and random tokens. Those of a size take turns where they have
+Each size is trained with AdamW's moments and with a moment per row (optimizer.tables); with the latter also with gradients
+in bf16 (optimizer.table_gradient_dtype) and of the rows that were read (optimizer.table_gradients), on one rank and random tokens. Those of a size take turns where they have
 room beside each other, so that other work on the machine meets all of them. What has no room alone is not run: its bytes
 are those of the closed formulas.
 """
@@ -83,8 +84,8 @@ def _load(args: argparse.Namespace, change: list[str]) -> dict[str, RunConfig]:
         raise ConfigError(f"{args.config} has no memory, and so no tables: name a model that has one")
     config = replace(with_given_vocabulary(config, args.vocab_size), parallel=ParallelConfig())
     ways = {}
-    for name, (tables, gradients) in WAYS.items():
-        optimizer = replace(config.optimizer, tables=tables, table_gradients=gradients, value_weight_decay=0.0)
+    for name, keys in WAYS.items():
+        optimizer = replace(config.optimizer, **keys, value_weight_decay=0.0)
         ways[name] = replace(config, optimizer=optimizer)
         validate(ways[name], 1)
     return ways
