@@ -25,11 +25,13 @@ from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.stages import StageEntry, load_config, load_stages, read_run, stage_called, to_entries
+from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from pretrain.planning.costs.held import held_bytes
+from pretrain.planning.costs.held import DENSE_GRADIENT_BYTES, held_bytes
+from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.parameter_table import parameter_tables
@@ -259,7 +261,7 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
         config: of any kind.
         measured_layers: memory layers that are built to measure their initial outputs.
     """
-    sections = [_length_section(config), _model_section(config)]
+    sections = [_length_section(config), _model_section(config), _bytes_section(config)]
     if config.model.memory is not None:
         lines = [_feed_forward_line(config.model)]
         if measured_layers:
@@ -335,6 +337,24 @@ def _model_section(config: RunConfig) -> Section:
     if model.memory is not None:
         lines.append(f"bytes of table read per token: {counts.read_values * train.element_bytes:,}")
     return Section("parameters", tuple(lines))
+
+
+def _bytes_section(config: RunConfig) -> Section:
+    """Bytes that training takes per parameter, by what updates it, before ranks share the state."""
+    weight, optimizer = config.train.element_bytes, config.optimizer
+    others = dense_state(config)
+    parts = {"other weights": (DENSE_GRADIENT_BYTES, others)}
+    if saved := matrix_saving(config):
+        parts = {"hidden matrices": (DENSE_GRADIENT_BYTES, others - saved), **parts}
+    if config.model.memory is not None:
+        # Of rows that a step reads gradients come and go.
+        gradient = 0 if keeps_rows(optimizer) else table_gradient_bytes(optimizer)
+        parts = {"tables": (gradient, table_state(config)), **parts}
+    lines = [
+        f"{name}: {weight} + {gradient} + {state:.4g} = {weight + gradient + state:.4g}"
+        for name, (gradient, state) in parts.items()
+    ]
+    return Section("bytes per parameter, of weight + gradient + optimizer's state", tuple(lines))
 
 
 def _feed_forward_line(model: ModelConfig) -> str:

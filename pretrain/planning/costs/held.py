@@ -12,7 +12,8 @@ from pretrain.planning.costs.read_rows import has_read_rows
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 
-_GRADIENT = 4
+DENSE_GRADIENT_BYTES = 4
+"""Bytes per element of gradients of all that is no table."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         stepped, stepped_tables = dense + experts, tables
     # A step's gradients of rows that it reads come and go.
     of_tables = 0 if has_read_rows(config) else table_gradient_bytes(config.optimizer)
-    less = (_GRADIENT - of_tables) * stepped_tables / layout.memory / layout.pipeline
+    less = (DENSE_GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
     if config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
-    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT - less, state / num_ranks)
+    return HeldBytes(per_rank * train.element_bytes + with_gradients * DENSE_GRADIENT_BYTES - less, state / num_ranks)

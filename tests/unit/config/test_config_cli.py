@@ -303,3 +303,36 @@ def test_a_tilde_in_quotes_is_the_home_folder_where_a_path_is_given(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert getattr(cli.build_parser().parse_args(words), name) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ((), ("tables: 2 + 4 + 12 = 18", "other weights: 2 + 4 + 12 = 18")),
+        (
+            ("optimizer.tables=row_wise", "optimizer.matrices=muon"),
+            ("tables: 2 + 4 + 0.25 = 6.25", "hidden matrices: 2 + 4 + 8 = 14", "other weights: 2 + 4 + 12 = 18"),
+        ),
+        (
+            ("optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16"),
+            ("tables: 2 + 2 + 0.25 = 4.25", "other weights: 2 + 4 + 12 = 18"),
+        ),
+        (
+            ("optimizer.tables=row_wise", "optimizer.table_gradients=rows", "optimizer.value_weight_decay=0"),
+            ("tables: 2 + 0 + 0.25 = 2.25", "other weights: 2 + 4 + 12 = 18"),
+        ),
+        (
+            ("model.memory=null", "train.precision=fp32"),
+            ("other weights: 4 + 4 + 8 = 16",),
+        ),
+    ],
+    ids=["adamw", "row_wise and muon", "bf16 gradients", "rows", "dense"],
+)
+def test_bytes_per_parameter_follow_the_optimizer(
+    overrides: tuple[str, ...], lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of 32 numbers have 8 bytes of state."""
+    sizes = ("train.precision=bf16", "model.memory.value_dim=32") if "model.memory=null" not in overrides else ()
+    assert cli.main(["config", "show", str(REPOSITORY / "configs" / "quickstart.yaml"), *sizes, *overrides]) == 0
+    shown = capsys.readouterr().out.partition("# bytes per parameter, of weight + gradient + optimizer's state:\n")[2]
+    assert tuple(line.removeprefix("#   ") for line in shown.partition("\n\n")[0].splitlines()) == lines
