@@ -130,6 +130,23 @@ def test_block_and_ring_differ_in_the_pattern_alone(size: Size) -> None:
     assert replace(block, memory=replace(block.memory, sharing=replace(block.memory.sharing, pattern="ring"))) == ring
 
 
+def test_optimizers_change_nothing_else_of_the_tuned_models() -> None:
+    """With AdamW's settings, the tables' rates among them."""
+    names = set()
+    for path in sorted((FOLDER / "optimizers").glob("*.yaml")):
+        config, model = load_config(path), path.stem.removesuffix("_muon").removesuffix("_row_wise")
+        validate(config, 2)
+        tuned = load_config(FOLDER / "tuned" / f"{model}.yaml")
+        tables = "row_wise" if "_row_wise" in path.stem else "adamw"
+        matrices = "muon" if path.stem.endswith("_muon") else "adamw"
+        optimizer = replace(tuned.optimizer, tables=tables, matrices=matrices)
+        assert config == replace(tuned, name=path.stem, optimizer=optimizer)
+        assert (tables, matrices) != ("adamw", "adamw")
+        names.add(path.stem)
+    memories = ("move", "ultramem", "ultramemv2")
+    assert names == {"dense_muon", *(f"{name}_row_wise{more}" for name in memories for more in ("", "_muon"))}
+
+
 def test_tables_of_rising_numbers_of_rows_cost_the_same() -> None:
     dense = SIZES["small"].load("dense").model
     rows = []
