@@ -30,6 +30,7 @@ class LookupTraffic:
         coefficients: (G - 1) T J n x bytes per element; with parts of rows C in place of n.
         coefficient_gradients: (G - 1) T J n x bytes per element, in a backward pass; 0 where scores have none.
         values: (G - 1) R / G T B V x bytes per element.
+        gathers_coefficients: whether these go to all ranks alike.
     """
 
     rows: int
@@ -38,6 +39,12 @@ class LookupTraffic:
     coefficients: int
     coefficient_gradients: int
     values: int
+    gathers_coefficients: bool = False
+
+    @property
+    def gathered(self) -> tuple[int, int]:
+        """Of forward and of backward, those of gathers: blocks that go to all ranks alike."""
+        return self.rows + self.coefficients * self.gathers_coefficients, self.products
 
     @property
     def forward(self) -> int:
@@ -79,6 +86,7 @@ def lookup_traffic(
         values=0
         if follows_heads
         else others * num_tokens * lookup.bins * (memory.width("values") // column_parts) * element_bytes,
+        gathers_coefficients=row_parts > 1,
     )
 
 
@@ -92,17 +100,37 @@ def follows_heads(config: RunConfig) -> bool:
 def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
     """Bytes that a rank of a stage sends for all lookups of a microbatch: forward, forward again where blocks are
     recomputed, and backward."""
-    return sum(lookup_bytes_of_ways(config, stage, division))
+    return sum(way.gathered + way.direct for way in lookup_bytes_of_ways(config, stage, division))
 
 
-def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[int, int]:
+@dataclass(frozen=True)
+class WayBytes:
+    """Bytes that a rank sends for lookups, forward or backward.
+
+    Attributes:
+        gathered: of gathers, whose blocks a ring passes on: each crosses between two nodes once.
+        direct: to each rank its own.
+    """
+
+    gathered: int = 0
+    direct: int = 0
+
+    def __add__(self, other: WayBytes) -> WayBytes:
+        return WayBytes(self.gathered + other.gathered, self.direct + other.direct)
+
+    def __rmul__(self, number: int) -> WayBytes:
+        return WayBytes(number * self.gathered, number * self.direct)
+
+
+def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[WayBytes, WayBytes]:
     """The same, of all forward passes and of backward.
 
     A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
     memory = config.model.memory
+    forward = backward = WayBytes()
     if memory is None:
-        return 0, 0
+        return forward, backward
     traffic_of = partial(
         lookup_traffic,
         memory,
@@ -112,15 +140,20 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         element_bytes=config.train.element_bytes,
         follows_heads=follows_heads(config),
     )
-    forward = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
-    backward = 0
-    for rows, number in Counter(stage.backward_lookups).items():
+
+    def ways_of(rows: int) -> tuple[WayBytes, WayBytes]:
         lookup = traffic_of(rows)
-        backward += number * lookup.backward
-        if stage.reads_before_blocks:
-            backward -= number * lookup.coefficient_gradients
-        elif config.train.recompute == "full":
-            forward += number * lookup.forward
+        gathered, gathered_back = lookup.gathered
+        returned = lookup.backward - stage.reads_before_blocks * lookup.coefficient_gradients
+        return WayBytes(gathered, lookup.forward - gathered), WayBytes(gathered_back, returned - gathered_back)
+
+    for rows, number in Counter(stage.lookups).items():
+        forward += number * ways_of(rows)[0]
+    for rows, number in Counter(stage.backward_lookups).items():
+        again, back = ways_of(rows)
+        backward += number * back
+        if config.train.recompute == "full" and not stage.reads_before_blocks:
+            forward += number * again
     return forward, backward
 
 
