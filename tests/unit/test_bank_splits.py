@@ -75,7 +75,8 @@ def test_whole_rows_move_no_byte_for_nothing(config: RunConfig) -> None:
 
 
 def test_parts_of_rows_are_those_of_a_plan(config: RunConfig) -> None:
-    """Plans count places in the part besides, 8 bytes per entry, and each way 8 more for the scores of both cores."""
+    """Plans count places in the part besides, 8 bytes per entry, each way 8 more for the scores of both cores, and 8 where
+    columns meet."""
     lookups = stages_of(config)[0].lookups[:1]
     stage = replace(stages_of(config)[0], lookups=lookups, backward_lookups=lookups)
     skewed = replace(H100, row_skew=0.8)
@@ -85,7 +86,7 @@ def test_parts_of_rows_are_those_of_a_plan(config: RunConfig) -> None:
     entries = 16 * TOKENS * 256
     assert planned.gathers == pytest.approx(found.gathers)
     assert planned.sort == pytest.approx(found.sort)
-    assert planned.ids - found.ids == pytest.approx(24 * entries / H100.stream_bytes_per_s)
+    assert planned.ids - found.ids == pytest.approx(40 * entries / H100.stream_bytes_per_s)
     assert planned.gradients == pytest.approx(found.gradients, rel=0.02)
 
 

@@ -83,8 +83,9 @@ def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)
-    # As with columns; places in the part, and scores of both cores; four copies of the vectors of three more parts.
-    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 8 + 2 * 8
+    # As with columns; places in the part, and scores of both cores; shares of the tokens are cut, and a quarter of each
+    # core's sums written, sent, received and added up; four copies of the vectors of three more parts.
+    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 8 + 2 * 8 + 2 * (2 * 2 + 4 * 2 * 2 / 4)
     copied = 2 * 4 * 3 * 8192 * (960 + 320) * 2
     assert one.ids == pytest.approx((entries * per_entry + copied) / H100.stream_bytes_per_s)
     adding = sum(accumulate_s(entries / 4, 22_861_824 // 4, width, 1, H100) for width in (240, 80))
@@ -216,11 +217,13 @@ def test_pieces_add_up_to_all_that_is_trained() -> None:
 
 def test_a_gather_crosses_between_nodes_once() -> None:
     """Bytes to other nodes by hand, 8,192 tokens on each of 16 ranks in two nodes; a ring shares the 8 adapters."""
-    for parts, ids_and_scores, vectors in ((1, 4, 120 + 40), (4, 4 + 2 * 2, 4 * (120 + 40))):
+    for parts, ids_and_scores, vectors in ((1, 4, 120 + 40), (4, 4 + 2 * 2, 480 + 160)):
         config = large(f"parallel.memory_rows={parts}")
         found = step_time(config, 256, H100)
-        # Forward: products to their tokens, coefficients where a part has all rows. Backward: both ways round.
-        direct = 8 * (256 * 2 + (256 * 2 if parts == 1 else 0) + vectors) + 8 * (256 * 2 + vectors)
+        # Products and their coefficients' gradients, coefficients, and vectors both ways. Where four columns meet, within
+        # a node, a quarter of each goes out: one sum per product, and one per core of the gradients.
+        entries = 256 * 2 * (3 if parts == 1 else (1 + 2) / 4)
+        direct = 8 * (entries + 2 * vectors)
         ring = 15 / 8 * (256 * ids_and_scores + 256 * 2)
         division = Division.of(config, 256)
         per_token = found.sent[0].exchange[1] / (12 * division.num_microbatches * division.rank_tokens)

@@ -100,7 +100,7 @@ class Sent:
     def seconds(self, config: RunConfig, hardware: Hardware) -> float:
         """Seconds, as a plan has them."""
         others = config.parallel.memory - 1
-        return timing.way_s(WayBytes(others * self.same, others * self.own), config, hardware)
+        return timing.way_s(WayBytes(round(others * self.same), round(others * self.own)), config, hardware)
 
 
 def sent(config: RunConfig, split: Split, bank_rows: int, tokens: int) -> tuple[Sent, Sent]:
@@ -177,7 +177,7 @@ def exchange_s(
             forward, backward = forward + again * number * ways[0], backward + number * ways[1]
         return forward, backward
 
-    with mock.patch.object(timing, "exchange_s_of_ways", lambda *_: seconds_of_ways()):
+    with mock.patch.object(timing, "exchange_s_of_ways", return_value=seconds_of_ways()):
         return timing._exposed_exchange_s(config, stage, division, hardware)
 
 
@@ -242,9 +242,7 @@ def passes(config: RunConfig, hardware: Hardware) -> Iterator[Row]:
                 columns = group // parts
                 seconds = rows_s(grouped, split, stage, _TOKENS, skewed)
                 ways = sent(grouped, split, bank_rows, _TOKENS)
-                near, far = (
-                    sum(both) for both in zip(*(way.to_others(group, skewed) for way in ways), strict=True)
-                )
+                near, far = (sum(both) for both in zip(*(way.to_others(group, skewed) for way in ways), strict=True))
                 link = sum(way.seconds(grouped, skewed) for way in ways)
                 widths = " + ".join(str(table.width // columns * config.train.element_bytes) for table in memory.tables)
                 ids = seconds.ids + seconds.sort

@@ -22,7 +22,7 @@ from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
-from parallel.layout import coefficients_per_rank
+from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
@@ -116,6 +116,9 @@ def _one_way(
     if layout.memory_rows > 1:
         # All scores come, of which each column has its own.
         per_entry += 2 * lookup.scores * element
+        if columns_meet_first(layout.memory_rows, layout.memory_columns, num_entries // (layout.memory * lookup.rows)):
+            # Shares of tokens are cut, and their sums written, sent, received and added up.
+            per_entry += 2 * max(product, coefficient) + 4 * lookup.scores * element / layout.memory_columns
         # Partial sums and inputs of all tokens, once per part: written, cut or added up, sent and received.
         tokens = num_entries // (layout.memory * lookup.rows)
         widths = memory.row_width + (lookup.bins - 1) * memory.width("values")

@@ -296,9 +296,7 @@ def beside_backward(
     return BesideBackward(both - products_s, exchange_s - min(exchange_s, gradients_s))
 
 
-def exchange_s_of_ways(
-    config: RunConfig, stage: Stage, division: Division, hardware: Hardware
-) -> tuple[float, float]:
+def exchange_s_of_ways(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
     """Seconds of a microbatch's exchanges, forward and backward."""
     forward, backward = (way_s(way, config, hardware) for way in lookup_bytes_of_ways(config, stage, division))
     return forward, backward
@@ -309,11 +307,12 @@ def way_s(way: WayBytes, config: RunConfig, hardware: Hardware) -> float:
     group = config.parallel.memory
     # What a ring of G sends, (G - 1) / G of it.
     gathers = ring_s(way.gathered * group / (group - 1), group, 1, hardware)
-    return gathers + _link_s(way.direct, config, hardware)
+    meeting = _link_s(way.meeting, config.parallel.memory_columns, hardware)
+    return gathers + meeting + _link_s(way.direct, group, hardware)
 
 
-def _link_s(num_bytes: float, config: RunConfig, hardware: Hardware) -> float:
-    near, far = _near_and_far(num_bytes, config.parallel.memory, hardware)
+def _link_s(num_bytes: float, group: int, hardware: Hardware) -> float:
+    near, far = _near_and_far(num_bytes, group, hardware)
     return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
@@ -359,11 +358,15 @@ def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Ha
     """Bytes that a rank of a stage sends per step for its lookups, to its own node and to others."""
     group = config.parallel.memory
     ways = lookup_bytes_of_ways(config, stage, division)
-    near, far = _near_and_far(sum(way.direct for way in ways), group, hardware)
+    parts = [
+        _near_and_far(sum(way.direct for way in ways), group, hardware),
+        _near_and_far(sum(way.meeting for way in ways), config.parallel.memory_columns, hardware),
+    ]
     gathered = sum(way.gathered for way in ways)
     # A ring crosses between nodes once per node, whose ranks share their adapters.
     crossing = gathered / hardware.gpus_per_node if group > hardware.gpus_per_node else 0.0
-    return division.num_microbatches * (near + gathered - crossing), division.num_microbatches * (far + crossing)
+    near, far = (sum(both) for both in zip((gathered - crossing, crossing), *parts, strict=True))
+    return division.num_microbatches * near, division.num_microbatches * far
 
 
 def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[float, float]:
@@ -376,7 +379,7 @@ def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[flo
 
 def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
     """Seconds that a microbatch's tokens take to experts and back, which nothing hides."""
-    return _link_s(dispatched_bytes(config, stage, division), config, hardware)
+    return _link_s(dispatched_bytes(config, stage, division), config.parallel.memory, hardware)
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
