@@ -9,7 +9,7 @@ from pretrain.planning.costs.stages import Blocks, Stage
 
 LAUNCHES_DENSE = (37, 42)
 """Kernels of a block without its memory, forward and backward."""
-LAUNCHES_MEMORY = (33, 73)
+LAUNCHES_MEMORY = (31, 72)
 """Kernels of a memory layer with a split table, forward and backward."""
 LAUNCHES_ROW_PARTS = (3, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
