@@ -37,7 +37,7 @@ def test_a_key_that_every_entry_keeps_gets_the_sum_of_all() -> None:
 
 
 def test_both_sides_in_bf16_have_sums_that_are_rounded_once_where_the_scores_lie() -> None:
-    """Of products [2, R, T, H, N]: their gradient lies as they do, whichever way it is added up."""
+    """The gradient of products [2, R, T, H, N] lies in memory as they do, whichever way it is added up."""
     tokens, heads, keys, rank = 5, 2, 7, 2
     generator = torch.Generator().manual_seed(3)
     products = torch.randn(2, rank, tokens, heads, keys, generator=generator).bfloat16()
