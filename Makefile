@@ -1,6 +1,10 @@
 # Everything a fresh machine with Python 3.11 or 3.12 needs; `make help` lists it.
 PYTHON ?= python3
-VENV ?= .venv
+# Which megatron-core, of requirements/engine-*.txt. The default is that of the lock file.
+ENGINE ?= 0.16
+VENV ?= .venv$(if $(filter-out 0.16,$(ENGINE)),-engine-$(ENGINE))
+# Of `make test-ranks`: an environment with another engine, where there is one.
+OTHER_VENV ?= .venv
 # Of `make serve-check`: vLLM's environment, 3.5 GB.
 SERVE_VENV ?= .venv-serve
 RUN ?= runs/quickstart
@@ -24,11 +28,13 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
-INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
+INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)" "$(ENGINE)"
 TEST_EXTRAS := dev,gpu,tracking
 # Some of every way in which ranks are started, and of what they do.
-RANK_TESTS := tests/unit/test_devices.py tests/distributed/test_launch.py tests/distributed/test_groups.py tests/distributed/test_sharded_bank.py \
-  tests/distributed/test_kinds_layouts.py tests/integration/test_launchers.py tests/integration/test_resume.py tests/integration/test_evaluate_generate.py
+RANK_TESTS := tests/unit/test_devices.py tests/unit/test_engine.py tests/distributed/test_launch.py tests/distributed/test_groups.py tests/distributed/test_sharded_bank.py \
+  tests/distributed/test_kinds_layouts.py tests/distributed/test_layouts.py tests/distributed/test_checkpoint_layouts.py tests/distributed/test_optimizer_groups.py \
+  tests/distributed/test_moe.py tests/distributed/test_latent_attention.py tests/distributed/test_kv_cache.py tests/integration/test_launchers.py \
+  tests/integration/test_resume.py tests/integration/test_engines.py tests/integration/test_evaluate_generate.py
 # Not te, which compiles for the torch that is there.
 LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants --extra hf pyproject.toml
 TOKENIZER := data/stdlib-4096.json
@@ -39,7 +45,7 @@ IS_RECORDED = "$(BIN)/megamem" data inspect "$(DATA)" | grep "validation .* 629,
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
-	@echo "make TARGET [PYTHON=python3.11] [VENV=.venv]"
+	@echo "make TARGET [PYTHON=python3.11] [VENV=.venv] [ENGINE=0.19]"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
 quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
@@ -90,10 +96,10 @@ test-more:  ## what make test leaves out: kernels built for every generation of 
 	  tests/integration/test_stages.py tests/unit/test_kernel_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py \
 	  tests/integration/test_huggingface_folder.py tests/unit/test_initialisation_of_configs.py tests/distributed/test_serving_engine.py tests/integration/test_serve.py
 
-test-ranks:  ## a short quickstart and tests that start ranks, for another interpreter or build of torch, as in PYTHON=python3.12 VENV=.venv-312
+test-ranks:  ## a short quickstart and tests that start ranks, for another engine, interpreter or build of torch, as in ENGINE=0.19 PYTHON=python3.12; runs go on with the engine of OTHER_VENV and back
 	@$(MAKE) --no-print-directory quickstart RUN=runs/short-$(notdir $(VENV)) OVERRIDES="train.num_steps=60 checkpoint.every_steps=50"
 	@$(INSTALL) $(TEST_EXTRAS)
-	"$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
+	MEGAMEM_OTHER_PYTHON=$(wildcard $(abspath $(OTHER_VENV))/bin/python) "$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
 
 serve-check:  ## exported models in vLLM beside the trained ones: 32 requests at once, token by token. The first time it installs vLLM for CPUs into SERVE_VENV (3.5 GB)
 	@$(INSTALL) $(TEST_EXTRAS)

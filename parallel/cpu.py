@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from megatron.core import parallel_state
 
-MEGATRON_VERSIONS = ("0.16.1",)
+MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
 """Versions against which the stand-in was checked, call by call."""
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with this project, its locked packages and those of its extras, or does nothing if that is done: install.sh PYTHON VENV [EXTRA,...]
+# Makes a virtual environment with this project, its locked packages and those of its extras, or does nothing if that is done: install.sh PYTHON VENV ENGINE [EXTRA,...]
 set -euo pipefail
 
-python=$1 venv=$2 extras=${3-}
+python=$1 venv=$2 engine=$3 extras=${4-}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -13,10 +13,12 @@ fail() {
 
 command -v "$python" >/dev/null || fail "there is no $python here: install Python 3.11 or 3.12, or name one, as in make PYTHON=/path/to/python3.11"
 version=$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")') || fail "$python does not run"
-case $version in
-3.11.* | 3.12.*) ;;
-*) fail "$python is Python $version, and 3.11 or 3.12 is needed: name one, as in make PYTHON=python3.11" ;;
-esac
+pin=requirements/engine-$engine.txt
+[[ -e $pin ]] || fail "there is no engine $engine: choose one of those in requirements/engine-*.txt, as in make ENGINE=0.16"
+read -ra pythons < <(sed -n 's/^# Python: //p' "$pin")
+if [[ " ${pythons[*]} " != *" ${version%.*} "* ]]; then
+  fail "$python is Python $version, and $pin is for ${pythons[*]}: name one, as in make ENGINE=$engine PYTHON=python${pythons[0]}"
+fi
 
 # Two makes at once take turns. Where flock is missing (macOS), they are on their own.
 exec 9<"$root/pyproject.toml"
@@ -26,7 +28,7 @@ if command -v flock >/dev/null; then flock 9; fi
 # a half-finished installation can look complete to pip, so it is never continued.
 records=$venv/.megamem
 name=${extras:-none}
-key=$(cat requirements/lock.txt pyproject.toml setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
+key=$(cat requirements/lock.txt "$pin" pyproject.toml setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
 if [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null; then
   exit 0
 fi
@@ -46,9 +48,10 @@ if [[ -z $compatible ]] || [[ -e $records/unfinished ]] || ! "$venv/bin/python" 
 fi
 
 touch "$records/unfinished"
-echo "Installing the packages of requirements/lock.txt${extras:+ with $extras} (a minute or so; more where torch has to be downloaded)."
+echo "Installing the packages of requirements/lock.txt${extras:+ with $extras}, and megatron-core of $pin (a minute or so; more where torch has to be downloaded)."
+{ cat "$pin" && grep -v '^megatron-core==' requirements/lock.txt; } >"$records/constraints.txt"
 # By the environment, because an option would not hold for what builds packages.
-PIP_CONSTRAINT=requirements/lock.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e ".${extras:+[$extras]}"
+PIP_CONSTRAINT=$records/constraints.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e ".${extras:+[$extras]}"
 "$venv/bin/python" -m pip check --disable-pip-version-check >/dev/null || "$venv/bin/python" -m pip check
 touch "$records/$name-$key"
 rm "$records/unfinished"

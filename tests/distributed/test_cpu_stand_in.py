@@ -150,6 +150,6 @@ def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.cpu, "version", lambda name: {"megatron-core": "0.17.0"}[name])
     before = snapshot()
-    with pytest.raises(RuntimeError, match=r"megatron-core 0\.16\.1, found 0\.17\.0"), cuda_on_cpu():
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.16\.1 and 0\.19\.2, found 0\.17\.0"), cuda_on_cpu():
         pytest.fail("the context was entered")
     assert snapshot() == before

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from parallel.cpu import MEGATRON_VERSIONS
 from tools.maintenance.engine import MISSING, differences, read_record, recorded_versions, reliances, replaced
@@ -22,6 +27,21 @@ def test_every_version_that_we_run_on_has_a_record_without_gaps() -> None:
     for record in records:
         assert record.keys() == records[0].keys()
         assert MISSING not in record.values()
+
+
+def test_every_version_that_we_run_on_can_be_installed() -> None:
+    """`make ENGINE=...` takes one of them, the lock file the first, and the package no other."""
+    folder = Path(__file__).parents[2]
+    pins = [
+        re.findall(r"^megatron-core==(.+)$", path.read_text(), re.M)
+        for path in folder.glob("requirements/engine-*.txt")
+    ]
+    assert sorted(pins) == sorted([name] for name in MEGATRON_VERSIONS)
+    assert f"\nmegatron-core=={MEGATRON_VERSIONS[0]}\n" in (folder / "requirements" / "lock.txt").read_text()
+    requirements = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"]
+    (accepted,) = (each.specifier for each in map(Requirement, requirements) if each.name == "megatron-core")
+    neighbours = ("0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.3", "0.20.0")
+    assert [*accepted.filter([*MEGATRON_VERSIONS, *neighbours])] == [*MEGATRON_VERSIONS]
 
 
 def test_what_moved_is_told_by_name() -> None:

@@ -20,10 +20,13 @@ import pkgutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import EnumMeta
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from parallel.cpu import REDIRECTIONS
 
@@ -103,7 +106,7 @@ def read_record(name: str) -> dict[str, str]:
 
 def recorded_versions() -> list[str]:
     """Versions that have a record, the newest last."""
-    return sorted((file.stem for file in RECORDS.glob("*.txt")), key=lambda name: tuple(map(int, name.split("."))))
+    return sorted((file.stem for file in RECORDS.glob("*.txt")), key=Version)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -111,8 +114,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="write the record of the version that is installed")
     args = parser.parse_args(words)
     installed, now = version("megatron-core"), reliances()
-    others = [name for name in recorded_versions() if name != installed]
-    for name in others[-1:]:
+    before = [name for name in recorded_versions() if Version(name) < Version(installed)]
+    for name in before[-1:]:
         print(f"From {name} to {installed}:")
         print("\n".join(f"  {line}" for line in differences(read_record(name), now)) or "  nothing moved")
     if args.record:
@@ -153,7 +156,7 @@ def _is_made(name: str) -> bool:
 
 
 def _appearance(name: str) -> str:
-    """Signature of a callable, kind of anything else."""
+    """Signature of a callable, members of an enumeration, kind of anything else."""
     try:
         found = pkgutil.resolve_name(name)
     except AttributeError:
@@ -165,6 +168,9 @@ def _appearance(name: str) -> str:
         return MISSING
     if not callable(found):
         return type(found).__name__
+    if isinstance(found, EnumMeta):
+        # Its signature is Python's, and another in every version of that.
+        return f"({', '.join(found.__members__)})"
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):

@@ -13,10 +13,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.huggingface.card import figures_of
 from pretrain.convert.huggingface.folder import CONFIG_FILE, exported_tensors, open_folder, write_small_files
-from pretrain.convert.huggingface.quantised import QuantisedTables
 from pretrain.convert.huggingface.sums import read_sums, write_sums
 from pretrain.convert.names import HUGGINGFACE
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError
 from pretrain.run.folder import RunFolder
 
 
@@ -50,13 +49,7 @@ class HuggingFaceConversion:
             )
         self._source, self._tokenizer = source, source.tokenizer
         self._weights = source.weights_in(target.dtype)
-        self._table_bits = target.table_bits
-        self.reader: TensorReader = exported_tensors(source.config, self._weights, vocab_size=source.vocab_size)
-        if target.table_bits is not None:
-            quantised = QuantisedTables(self.reader, target.table_bits)
-            if not quantised.has_tables:
-                raise ConfigError(f"--tables is int{target.table_bits}, and {source.path} has no memory: leave it out")
-            self.reader = quantised
+        self.reader = exported_tensors(source.config, self._weights, vocab_size=source.vocab_size)
         self.files = safetensors_files(self.reader.tensors, target.max_file_bytes)
 
     def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
@@ -70,7 +63,6 @@ class HuggingFaceConversion:
             tokenizer=self._tokenizer,
             vocab_size=source.vocab_size,
             figures=figures_of(source.state, metrics),
-            table_bits=self._table_bits,
         )
         write_sums(folder)
 

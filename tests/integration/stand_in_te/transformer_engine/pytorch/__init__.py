@@ -89,8 +89,19 @@ class GroupedLinear(LayerNormLinear):
 
 
 class RMSNorm(_WithExtraState):
-    def __init__(self, hidden_size, eps, sequence_parallel, zero_centered_gamma, params_dtype, device):
+    def __init__(
+        self,
+        normalized_shape=None,
+        *,
+        eps,
+        sequence_parallel,
+        zero_centered_gamma,
+        params_dtype,
+        device,
+        hidden_size=None,
+    ):
         super().__init__()
+        hidden_size = normalized_shape or hidden_size
         assert not zero_centered_gamma
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
