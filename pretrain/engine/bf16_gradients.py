@@ -66,7 +66,24 @@ class TableRoundings:
 
 
 class _Buffer(_ParamAndGradBuffer):
-    """Megatron's buffer with gradients in bf16."""
+    """Megatron's buffer with gradients in bf16.
+
+    Attributes:
+        param_data: the weights. They move there before Megatron makes room for gradients, so that weights, their copy and
+            gradients are never there together, which is more than a step takes.
+    """
+
+    @property
+    def param_data(self) -> Tensor | None:
+        return self._param_data
+
+    @param_data.setter
+    def param_data(self, data: Tensor | None) -> None:
+        self._param_data = data
+        if data is not None:
+            for parameter, (start, end, _) in self.param_index_map.items():
+                own = data[start:end].view(parameter.shape)
+                parameter.data = own.copy_(parameter.data)
 
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Scale in fp32: a factor in bf16 would change the size of all gradients alike."""

@@ -42,6 +42,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "pipeline 2 x virtual 2 x data 2": (4, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}, ("private",)),
     "pipeline 2 x data 2": (4, {"pipeline": 2, "micro_batch_size": 1}, ("move",)),
+    # configs/few_gpus/2.5b_120b_top256_on_8.yaml.
+    "tensor 2 x pipeline 4 x memory 2 of rows": (
+        8,
+        {"tensor": 2, "pipeline": 4, "memory": 2, "memory_rows": 2, "micro_batch_size": 1},
+        ("private",),
+    ),
 }
 
 
@@ -77,7 +83,7 @@ def first_step(config: RunConfig, groups: Any) -> Step:
     return Step(loss, norm, [share.gradient.clone() for rule in run.optimizer.rules for share in rule.shares])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_gradients_are_those_in_fp32_to_rounding(run_ranks: Any, num_ranks: int) -> None:
     def main() -> dict[tuple[str, str], tuple[Step, Step]]:
         found = {}

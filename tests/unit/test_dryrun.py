@@ -314,6 +314,21 @@ def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[
         assert [figure for figure in found.values() if not figure.agrees] == []
 
 
+def test_weights_move_to_their_buffer_before_gradients_in_bf16_have_one() -> None:
+    """Weights, their copy and gradients together would be half as much again as what is held."""
+    config = replace(
+        SPLIT,
+        model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=512)),
+        parallel=replace(SPLIT.parallel, memory=4, memory_rows=4),
+        optimizer=OptimizerConfig(tables="row_wise", table_gradient_dtype="bf16"),
+    )
+    (found, _) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=False), 1, timeout_s=280, num_threads=1)[0]
+    tables = found.held.by_part[MemoryPart.TABLES]
+    assert found.held.by_part[MemoryPart.TABLE_GRADIENTS] == tables
+    assert found.held.total < 2.5 * tables
+    assert found.peak_of_building.total < 1.02 * found.held.total
+
+
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
     from tools.maintenance.agreement import figures
 

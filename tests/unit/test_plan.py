@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -285,6 +286,40 @@ def test_a_gpu_that_is_too_small_is_told_with_the_part_and_the_remedy(
     assert "b200-192g, h100-80g, h200-141g" in " ".join(capsys.readouterr().err.split())
 
 
+def test_cheaper_state_of_tables_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(REPOSITORY / "configs" / "ultramemv2" / "1.25b_12.5b.yaml")
+    keys = ["optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16"]
+    assert cli.main(["plan", model, "--gpus", "1", "--gpu", "h100-80g"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    found = re.search(rf"It fits with {' '.join(keys)}, which takes ([\d.]+) GB", said)
+    assert found is not None
+    assert cli.main(["plan", model, *keys, "--gpus", "1", "--gpu", "h100-80g", "--json"]) == 0
+    (best,) = [each for each in json.loads(capsys.readouterr().out) if each["recommended"]]
+    assert f"{max(stage['total_bytes'] for stage in best['stages']) / 1e9:.1f}" == found[1]
+
+
+FEW_GPUS = sorted((REPOSITORY / "configs" / "few_gpus").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FEW_GPUS, ids=lambda path: path.stem)
+def test_a_file_for_few_gpus_is_what_its_command_writes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    said = path.read_text(encoding="utf-8").partition("\n")[0]
+    num_gpus = int(path.stem.rpartition("_")[2])
+    program, *words, target = shlex.split(said.partition(": ")[2])
+    assert (program, target) == ("megamem", str(path.relative_to(REPOSITORY)))
+    assert words[words.index("--gpus") + 1] == str(num_gpus)
+    assert cli.main([*words, str(tmp_path / path.name)]) == 0
+    config = load_config(path)
+    assert load_config(tmp_path / path.name) == config
+    assert estimate(config, num_gpus, load_hardware("h100-80g")).peak_bytes < 76e9
+    # And nothing that AdamW updates would fit there.
+    assert cli.main(["plan", words[1], "--gpus", str(num_gpus), "--gpu", "h100-80g"]) == 2
+    assert "no layout fits" in capsys.readouterr().err
+
+
 def test_a_stage_must_be_named_unless_all_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     staged = str(REPOSITORY / "configs" / "stages" / "2.5b_25b.yaml")
     assert cli.main(["plan", staged, "--gpus", "8", "--gpu", "h100-80g"]) == 2
@@ -292,6 +327,9 @@ def test_a_stage_must_be_named_unless_all_are_written(capsys: pytest.CaptureFixt
     words = ["plan", staged, "--gpus", "8", "--gpu", "h100-80g", "--stage", "decay", "--write", "x.yaml"]
     assert cli.main(words) == 2
     assert "--write gives every stage its layout: leave --stage out" in capsys.readouterr().err
+    words = ["plan", str(SMALL), "data.datasets.0.path=x", "--gpus", "8", "--gpu", "h100-80g", "--write", "x.yaml"]
+    assert cli.main(words) == 2
+    assert "data.datasets.0.path=x sets an element of a list" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ from parallel.devices import hide_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import STAGES_KEY, dump_yaml, find, to_plain
+from pretrain.config.source import (
+    STAGES_KEY,
+    Layer,
+    apply_overrides,
+    dump_yaml,
+    find,
+    from_plain,
+    to_plain,
+)
 from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
@@ -81,6 +91,13 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(func=run_plan)
 
 
+_REMEDIES: tuple[dict[str, Any], ...] = (
+    {"tables": "row_wise"},
+    {"tables": "row_wise", "table_gradient_dtype": "bf16"},
+)
+"""Keys of `optimizer` by which tables take less, first those that change least."""
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Estimates and prints."""
     if args.gpus < 1 or args.top < 1:
@@ -94,11 +111,14 @@ def run_plan(args: argparse.Namespace) -> int:
         hardware = replace(hardware, row_skew=args.skew)
     for file in filter(None, (args.write, args.plot)):
         check_can_write(file)
-    if args.write is not None and args.overrides:
-        raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
     if args.write is not None and args.stage is None:
+        if elements := [text for text in args.overrides if re.search(r"\.\d|^stages\.", text.partition("=")[0])]:
+            raise ConfigError(
+                f"--write puts overrides into its file, and {elements[0]} sets an element of a list: put it into a file "
+                "over CONFIG, and plan that"
+            )
         # The file is for the whole run, all stages of it.
-        return _write(read_run(args.config), args, hardware)
+        return _write(read_run(args.config, args.overrides), args, hardware)
     if args.write is not None:
         raise ConfigError("--write gives every stage its layout: leave --stage out")
     _plan(load_stage(args.config, args.overrides, args.stage), args, hardware)
@@ -130,7 +150,10 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
     if best is None:
         if not found:
             raise ConfigError(f"no layout of {args.config} divides {args.gpus} GPUs: try another number")
-        raise ConfigError(f"no layout fits. Of the one that needs least, {too_large(_smallest(found), hardware)}")
+        remedy = "" if args.as_written else _remedy(config, args.gpus, hardware)
+        raise ConfigError(
+            f"no layout fits. Of the one that needs least, {too_large(_smallest(found), hardware)}{remedy}"
+        )
     fitting = [each for each in found if each.fits(hardware)]
     if args.json:
         shown = [as_json(each, args.gpus, hardware) | {"recommended": each is best} for each in fitting[: args.top]]
@@ -159,6 +182,21 @@ def _all(config: RunConfig, num_gpus: int, hardware: Hardware) -> list[Estimate]
             found += estimates_of(layout, num_gpus, hardware)
             progress.update(1)
     return sorted(found, key=lambda each: each.time.total_s)
+
+
+def _remedy(config: RunConfig, num_gpus: int, hardware: Hardware) -> str:
+    """Cheaper state of tables with which a layout fits, in words; empty if there is none."""
+    if config.model.memory is None:
+        return ""
+    for keys in _REMEDIES:
+        optimizer = replace(config.optimizer, value_offload="none", **keys)
+        if optimizer == config.optimizer:
+            continue
+        best = recommended(_all(replace(config, optimizer=optimizer), num_gpus, hardware), hardware)
+        if best is not None:
+            said = " ".join(f"optimizer.{key}={value}" for key, value in keys.items())
+            return f". It fits with {said}, which takes {best.peak_bytes / 1e9:,.1f} GB (docs/memory-parallel.md)"
+    return ""
 
 
 def with_counts(found: list[Estimate], count: int, num_gpus: int, hardware: Hardware) -> list[Estimate]:
@@ -203,23 +241,28 @@ def _write(source: RunSource, args: argparse.Namespace, hardware: Hardware) -> i
             print(f"Stage {config.stage.name}\n")
         layouts.append(_sections(_plan(config, args, hardware)))
     tree: dict[str, Any] = {"base": os.path.relpath(Path(args.config).resolve(), args.write.resolve().parent)}
+    tree |= to_plain(apply_overrides(from_plain({}, "overrides", Layer.OVERRIDE), args.overrides))
     listed = find(source.tree, [STAGES_KEY])
     if listed is None:
-        tree |= layouts[0]
+        _put(layouts[0], tree)
     else:
         entries = to_plain(listed)
         for entry, layout in zip(entries, layouts, strict=True):
-            for section, keys in layout.items():
-                entry[section] = {**entry.get(section, {}), **keys}
+            _put(layout, entry)
         tree["stages"] = entries
-    said = (
-        f"# For {args.gpus} GPUs: megamem plan {args.config} --gpus {args.gpus} --gpu {args.gpu} --write {args.write}\n"
-    )
+    words = ["megamem", "plan", args.config, *args.overrides, "--gpus", str(args.gpus), "--gpu", args.gpu]
+    said = f"# For {args.gpus} GPU{'s' * (args.gpus > 1)}: {shlex.join([*words, '--write', str(args.write)])}\n"
     with atomic_write(args.write) as stream:
         stream.write((said + dump_yaml(tree)).encode())
     for config in load_stages(args.write):
         validate(replace(config, train=replace(config.train, kernels="auto")), args.gpus)
     return 0
+
+
+def _put(layout: dict[str, dict[str, Any]], tree: dict[str, Any]) -> None:
+    """Set the keys of a layout in the sections of a tree, in place."""
+    for section, keys in layout.items():
+        tree[section] = {**tree.get(section, {}), **keys}
 
 
 def _sections(best: Estimate) -> dict[str, dict[str, Any]]:
