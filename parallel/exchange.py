@@ -1,9 +1,13 @@
-"""Exchanges between the ranks of a memory group in one lookup: five collectives forward, four backward.
+"""Exchanges between the ranks of a memory group in one lookup: five collectives forward, four backward, or one more.
 
 Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own
 the columns, and back. No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks
 meet, they are sent as they are and summed at their receiver in the order of the ranks, in at least fp32: the bytes of a
 reduce-scatter, with rounding that depends on no algorithm of the communication library.
+
+With parts of rows a row's columns lie on few ranks, mostly in one node. These add up what they have of a product, each
+for an equal share of the tokens, and send one sum: 1 / (G / R) of the bytes between nodes. Others have zeros of that row,
+so the bits are those of a sum at the receiver.
 
 Legend: G ranks of the group, R parts of rows, T tokens of this rank, S tokens of all of them, J rows read per token, C
 scores per row, n coefficients per row and rank, B bins (sums per token), W columns on all ranks, w = W R / G on one.
@@ -21,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.common.tables import row_dtype
-from parallel.layout import coefficients_per_rank
+from parallel.layout import coefficients_per_rank, columns_meet_first
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,26 @@ class Exchange:
         received = self._all_to_all(x, self.counts, [self.num_tokens] * self.size)
         return received.view(self.size, self.num_tokens, *x.shape[1:])
 
+    @property
+    def columns_meet(self) -> bool:
+        """True if ranks with other columns of the same rows add up before they send."""
+        even = len(set(self.counts)) == 1
+        return even and columns_meet_first(self.row_parts, self.column_parts, self.num_tokens)
+
+    def to_columns_of_rows(self, x: Tensor) -> Tensor:
+        """Send each rank with other columns of the same rows an equal share of every rank's tokens: from [S, ...] to
+        [G / R, G, T / (G / R), ...]."""
+        parts, first = self.column_parts, self.group.rank() // self.column_parts * self.column_parts
+        shares = x.unflatten(0, (self.size, parts, -1)).transpose(0, 1)
+        counts = [x.shape[0] // parts if first <= rank < first + parts else 0 for rank in range(self.size)]
+        return self._all_to_all(shares.flatten(0, 2), counts, counts).view(shares.shape)
+
+    def shares_to_tokens(self, x: Tensor) -> Tensor:
+        """Send what is added up to the ranks of the tokens: from [G, T / (G / R), ...] to [R, T, ...]."""
+        counts = [x.shape[1]] * self.size
+        received = self._all_to_all(x.flatten(0, 1), counts, counts)
+        return received.view(self.row_parts, self.num_tokens, *x.shape[2:])
+
     def _all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         out = x.new_empty(sum(receive_counts), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(receive_counts), list(send_counts), group=self.group)
@@ -121,7 +145,13 @@ def join_columns(x: Tensor, exchange: Exchange, num_bins: int) -> Tensor:
 
 def sum_over_ranks(x: Tensor, exchange: Exchange) -> Tensor:
     """Sum over the ranks what each has for all tokens, for this rank's tokens: from [S, J] to [T, J]."""
-    return linear(x, lambda of_all: sum_in_order(exchange.to_tokens(of_all), 0), exchange.gather)
+
+    def summed(of_all: Tensor) -> Tensor:
+        if not exchange.columns_meet:
+            return sum_in_order(exchange.to_tokens(of_all), 0)
+        return sum_in_order(exchange.shares_to_tokens(sum_in_order(exchange.to_columns_of_rows(of_all), 0)), 0)
+
+    return linear(x, summed, exchange.gather)
 
 
 def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
@@ -147,9 +177,14 @@ def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
         of_slices = coef.unsqueeze(3).expand(-1, -1, -1, per_score)
         return of_slices.reshape(*coef.shape[:2], exchange.column_parts, num_own).permute(2, 0, 1, 3)
 
+    def by_score(of_columns: Tensor) -> Tensor:
+        of_slices = of_columns.movedim(0, -2)
+        return sum_in_order(of_slices.reshape(*of_slices.shape[:-2], num_scores, per_score), -1)
+
     def collect(grad: Tensor) -> Tensor:
-        of_slices = _sum_of_row_parts(exchange, exchange.to_tokens(grad)).permute(1, 2, 0, 3)
-        return sum_in_order(of_slices.reshape(*of_slices.shape[:2], num_scores, per_score), 3)
+        if not exchange.columns_meet:
+            return by_score(_sum_of_row_parts(exchange, exchange.to_tokens(grad)))
+        return sum_in_order(exchange.shares_to_tokens(by_score(exchange.to_columns_of_rows(grad))), 0)
 
     return linear(coef, spread, collect)
 

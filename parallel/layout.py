@@ -17,6 +17,17 @@ def coefficients_per_rank(num_scores: int, num_ranks: int) -> int:
     return num_scores // math.gcd(num_scores, num_ranks)
 
 
+MEETING_RANKS = 16
+"""Smallest memory group whose columns meet first: those of one node of eight would only send more."""
+
+
+def columns_meet_first(row_parts: int, column_parts: int, num_tokens: int) -> bool:
+    """Tell whether ranks with other columns of the same rows add up what they have, for equal shares of a rank's tokens,
+    before it is sent to the tokens, see `parallel.exchange`."""
+    is_large = row_parts * column_parts >= MEETING_RANKS
+    return is_large and row_parts > 1 and column_parts > 1 and num_tokens % column_parts == 0
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive tokens of a sequence on a rank: places `start` to `stop` - 1, held from `offset` on."""

@@ -44,7 +44,7 @@ class Served:
         folder: of Hugging Face's format.
         name: of the model.
         has_code: whether the folder has code of its own.
-        memory_device: "cpu": tables stay in the files; None: they are part of the model.
+        overrides: keys of the model's configuration that are set.
         host, port: of the server.
         options: further words for the engine.
     """
@@ -52,7 +52,7 @@ class Served:
     folder: Path
     name: str
     has_code: bool
-    memory_device: str | None
+    overrides: Mapping[str, Any]
     host: str
     port: int
     options: Sequence[str]
@@ -61,8 +61,7 @@ class Served:
 def _vllm(served: Served) -> list[str]:
     # With code of its own: its retrieval depends on data, which compiled graphs do not.
     own = ["--model-impl", "transformers", "--trust-remote-code", "--enforce-eager"] if served.has_code else []
-    device = served.memory_device
-    tables = [] if device is None else ["--hf-overrides", json.dumps({"memory_device": device})]
+    tables = ["--hf-overrides", json.dumps(served.overrides)] if served.overrides else []
     address = ["--host", served.host, "--port", str(served.port), "--served-model-name", served.name]
     # Not `vllm serve`, which looks for a package of that name: builds for CPUs have others.
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(served.folder)]
@@ -75,8 +74,7 @@ def _transformers(served: Served) -> list[str]:
             f"--options is {shlex.join(served.options)}, words for vLLM, and transformers serves: leave it out"
         )
     script = Path(__file__).with_name("transformers_server.py")
-    device = [] if served.memory_device is None else [served.memory_device]
-    return [str(script), str(served.folder), served.host, str(served.port), *device]
+    return [str(script), str(served.folder), served.host, str(served.port), json.dumps(served.overrides)]
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--map-tables", action="store_true", help="leave the memory's tables in their files, mapped into host memory"
     )
+    parser.add_argument("--tables", choices=("int8", "int4"), help="of the exported tables (default: as the weights)")
+    parser.add_argument(
+        "--hot-rows", type=int, default=0, metavar="N", help="with --map-tables: rows of each table kept by the model"
+    )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code of the folder that is not this version's"
     )
@@ -141,13 +143,16 @@ def run_serve(args: argparse.Namespace) -> int:
     python = shutil.which(args.python)
     if python is None:
         raise ConfigError(f"--python is {args.python}, which is no program: name the engine's interpreter")
+    if args.hot_rows < 0 or (args.hot_rows and not args.map_tables):
+        raise ConfigError(f"--hot-rows is {args.hot_rows}: give a number of rows from 0 on, and --map-tables")
+    hot = {"hot_rows": args.hot_rows} if args.hot_rows else {}
     engine = _engine(args.engine, python)
     folder = _exported(args)
     served = Served(
         folder=folder,
         name=args.source.absolute().name,
         has_code=_has_code(folder, trusted=args.trust_remote_code),
-        memory_device="cpu" if args.map_tables else None,
+        overrides={**({"memory_device": "cpu"} if args.map_tables else {}), **hot},
         host=args.host,
         port=args.port,
         options=shlex.split(args.options),
@@ -189,24 +194,24 @@ def _exported(args: argparse.Namespace) -> Path:
     from pretrain.convert.names import HUGGINGFACE
     from pretrain.convert.registry import FORMATS
     from tools.checkpoint.command import opened, size_in_bytes
-    from tools.checkpoint.convert import DTYPES
+    from tools.checkpoint.convert import DTYPES, TABLE_BITS
     from tools.checkpoint.phases import Phases
 
     source: Path = args.source
     kind = FORMATS[HUGGINGFACE]
     if kind.is_at(source):
-        for name in ("step", "dtype"):
+        for name in ("step", "dtype", "tables"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name}: {source} is exported already: leave it out, or name the run")
         return source
     checkpoint = opened(source, args.step)
     if checkpoint.saved is None:
         raise ConfigError(f"{source} is in the format {checkpoint.format_name}: name a run, or convert it first")
-    name = checkpoint.path.name if args.dtype is None else f"{checkpoint.path.name}-{args.dtype}"
+    name = "-".join([checkpoint.path.name, *(word for word in (args.dtype, args.tables) if word is not None)])
     folder = checkpoint.path.parent.parent / "exported" / name
     if not kind.is_at(folder):
         size = size_in_bytes("4GiB")
-        target = Target(ParallelConfig(), with_optimizer=False, dtype=DTYPES[args.dtype], max_file_bytes=size)
+        target = Target(ParallelConfig(), False, DTYPES[args.dtype], size, table_bits=TABLE_BITS[args.tables])
         with Phases() as phases:
             convert(checkpoint, kind, folder, target, Resources(2, size), on_start=phases.start)
         print(f"exported: {folder}", flush=True)

@@ -182,15 +182,16 @@ def collect_lists_kernel(
     inside = positions < num_keys
     offsets = positions.to(tl.int64) * stride_n
     if RANK == 0:
-        rank = tl.load(scores + offsets, mask=inside, other=0.0)
+        rank = tl.load(scores + offsets, mask=inside, other=0.0).to(tl.float32)
     else:
         if side == 0:
             directions = row_directions + head * RANK
         else:
             directions = column_directions + head * RANK
-        rank = tl.load(scores + offsets, mask=inside, other=0.0) * tl.load(directions)
+        rank = tl.load(scores + offsets, mask=inside, other=0.0).to(tl.float32) * tl.load(directions)
         for r in tl.static_range(1, RANK):
-            rank += tl.load(scores + offsets + r * stride_r, mask=inside, other=0.0) * tl.load(directions + r)
+            score = tl.load(scores + offsets + r * stride_r, mask=inside, other=0.0).to(tl.float32)
+            rank += score * tl.load(directions + r)
     keys = tl.where(inside, ordered_key(rank), PADDING)
     row = side * tl.num_programs(0).to(tl.int64) + program
     collect_best(keys, positions, scratch + row * CAPACITY, TOP_K, CAPACITY)
@@ -262,7 +263,8 @@ def select_in_two_stages(
     """The M best rows and columns, and the K best of their candidates.
 
     Args:
-        row_scores: [T, H, N], or with directions [T, H, N, R]; fp32.
+        row_scores: [T, H, N], or with directions [T, H, N, R]; fp32. With directions also bf16, which
+            is widened in registers.
         column_scores: like them.
         directions: of the rows' rank and of the columns', [H, R] each, contiguous; None: keys are ranked by their
             scores.
@@ -276,12 +278,12 @@ def select_in_two_stages(
         Rows and columns kept by the first stage, [2, T, H, M], and those of the retrieved entries, [2, T, H, K]. int64.
 
     Raises:
-        TypeError: for another dtype than fp32.
+        TypeError: for another dtype.
         ValueError: if M or K is out of range, or there are too many candidates for a program's registers.
     """
     check_top_k(row_top_k, row_scores.shape[2])
     check_top_k(top_k, row_top_k**2)
-    _check_supported(row_scores, num_candidates, top_k)
+    _check_supported(row_scores, num_candidates, top_k, may_be_narrow=directions is not None)
     if row_scores.stride() != column_scores.stride():
         row_scores, column_scores = row_scores.contiguous(), column_scores.contiguous()
     with on_device_of(row_scores):
@@ -311,7 +313,7 @@ def _best_of_both_sides(
 ) -> Tensor:
     """Stage 1 of both sides, [2, T, H, K]; arguments as of `select_in_two_stages`, with equal strides."""
     num_tokens, num_heads, num_keys = row_scores.shape[:3]
-    _check_supported(row_scores, num_keys, top_k)
+    _check_supported(row_scores, num_keys, top_k, may_be_narrow=directions is not None)
     num_lists, row_capacity = 2 * num_tokens * num_heads, scratch_capacity(top_k)
     ids = torch.empty(2, num_tokens, num_heads, top_k, dtype=torch.int64, device=row_scores.device)
     if num_lists == 0:
@@ -347,9 +349,10 @@ def _best_of_both_sides(
     return ids
 
 
-def _check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
-    """Raises TypeError for another dtype than fp32, ValueError for K of more entries than a program can hold."""
-    if scores.dtype != torch.float32:
+def _check_supported(scores: Tensor, num_entries: int, top_k: int, *, may_be_narrow: bool) -> None:
+    """Raises TypeError for another dtype than fp32, or bf16 if it may be, ValueError for K of more entries than a program
+    can hold."""
+    if scores.dtype != torch.float32 and not (may_be_narrow and scores.dtype == torch.bfloat16):
         raise TypeError(f"the retrieval kernels take float32 scores, not {scores.dtype}: use train.kernels=naive")
     if num_entries > MAX_ENTRIES or top_k > MAX_TOP_K:
         raise ValueError(

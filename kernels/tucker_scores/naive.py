@@ -13,7 +13,7 @@ def tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     """Each core's scores of the kept entries (UltraMemV2, Eq. 16): out[t, h, k, c] = S_row[i]^T C_c S_col[j].
 
     Args:
-        scores: [2, T, H, N, R], of rows and of columns.
+        scores: [2, T, H, N, R], of rows and of columns. In bf16 they are widened where they are kept.
         cores: [C, H, R, R].
         entries: [2, T, H, K], int64, the row i and the column j of each entry; an entry may be there several times.
 
@@ -22,5 +22,5 @@ def tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     """
     token = torch.arange(scores.shape[1], device=scores.device)[:, None, None]
     head = torch.arange(scores.shape[2], device=scores.device)[:, None]
-    rows, columns = (side[token, head, ids] for side, ids in zip(scores, entries, strict=True))
+    rows, columns = (side[token, head, ids].to(cores.dtype) for side, ids in zip(scores, entries, strict=True))
     return torch.einsum("thkr,chrs,thks->thkc", rows, cores, columns)

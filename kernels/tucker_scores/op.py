@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
-from kernels.kept_scores import kept_scores
+from kernels.kept_scores import kept_of_both
 
 # As in cpu.cpp: lists that share a sum of the cores' gradients.
 _LISTS_PER_PART = 64
@@ -30,7 +30,7 @@ def empty_result(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
 
 def torch_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     """The function of `kernels.tucker_scores.naive.tucker_scores`, with gradients that are the same in every run."""
-    rows, columns = (kept_scores(side, ids) for side, ids in zip(scores.unbind(0), entries.unbind(0), strict=True))
+    rows, columns = kept_of_both(scores, entries).unbind(0)
     return torch.einsum("thkr,chrs,thks->thkc", rows, cores, columns)
 
 

@@ -24,7 +24,7 @@ def tucker_topk(
     position of a candidate is a M + b for the a-th best row and the b-th best column.
 
     Args:
-        row_scores: [T, H, N, R].
+        row_scores: [T, H, N, R]; in bf16 they are widened to the other operands' dtype, which is exact.
         column_scores: [T, H, N, R].
         core_sum: [H, R, R], the cores summed.
         u: [H, R], direction of the rows' rank.

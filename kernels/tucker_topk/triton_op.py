@@ -20,9 +20,10 @@ from kernels.tucker_topk.op import empty_result
 @triton.jit
 def _mixed(scores, core, s, present, stride_r, RANK: tl.constexpr):
     """sum_r scores[..., r] core[r, s] of the candidate rows at `scores`."""
-    total = tl.load(scores, mask=present, other=0.0) * tl.load(core + s)
+    total = tl.load(scores, mask=present, other=0.0).to(tl.float32) * tl.load(core + s)
     for r in tl.static_range(1, RANK):
-        total += tl.load(scores + r * stride_r, mask=present, other=0.0) * tl.load(core + r * RANK + s)
+        score = tl.load(scores + r * stride_r, mask=present, other=0.0).to(tl.float32)
+        total += score * tl.load(core + r * RANK + s)
     return total
 
 
@@ -63,10 +64,10 @@ def collect_grid_kernel(
     side = tl.num_programs(0).to(tl.int64) * ROW_TOP_K
     rows = row_scores + start + tl.load(ids + a, mask=a < ROW_TOP_K, other=0) * stride_n
     columns = column_scores + start + tl.load(ids + side + b, mask=b < ROW_TOP_K, other=0) * stride_n
-    column = tl.load(columns, mask=b < ROW_TOP_K, other=0.0)
+    column = tl.load(columns, mask=b < ROW_TOP_K, other=0.0).to(tl.float32)
     grid = _mixed(rows, core, 0, a < ROW_TOP_K, stride_r, RANK)[:, None, :] * column[None, :, :]
     for s in tl.static_range(1, RANK):
-        column = tl.load(columns + s * stride_r, mask=b < ROW_TOP_K, other=0.0)
+        column = tl.load(columns + s * stride_r, mask=b < ROW_TOP_K, other=0.0).to(tl.float32)
         grid += _mixed(rows, core, s, a < ROW_TOP_K, stride_r, RANK)[:, None, :] * column[None, :, :]
     keys = ordered_key(grid)
     if ROW_TOP_K < WIDTH:

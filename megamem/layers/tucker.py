@@ -84,6 +84,7 @@ class _Directed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, key_scores: Tensor, directions: Tensor) -> Tensor:
+        ctx.dtype = key_scores.dtype
         ctx.by_rank = directions.detach()[:, None, :, None].unbind(-1)
         first, *others = zip(key_scores.unbind(-1), ctx.by_rank, strict=True)
         out = torch.mul(*first)
@@ -94,8 +95,13 @@ class _Directed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = grads
-        by_rank = torch.stack([gradient * direction for direction in ctx.by_rank], 1)
+        by_rank = torch.stack([(gradient * direction).to(ctx.dtype) for direction in ctx.by_rank], 1)
         return by_rank.movedim(1, -1), None
+
+
+def _as_read(products: Tensor) -> Tensor:
+    """Products as selections read them: on a GPU as they are, and widened in its kernels' registers; else in fp32."""
+    return products if products.is_cuda else products.to(torch.promote_types(products.dtype, torch.float32))
 
 
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +172,7 @@ class TuckerLayer(RetrievalLayer):
     def retrieve(self, x: Tensor) -> Retrieved:
         """See `RetrievalLayer.retrieve`."""
         key_scores = self.key_scores(x)
-        wide = key_scores.dtype
+        wide = torch.promote_types(key_scores.dtype, torch.float32)
         return retrieve(
             key_scores,
             self.cores.to(wide),
@@ -193,13 +199,11 @@ class TuckerLayer(RetrievalLayer):
         if memory.query == "per_head":
             # One product per (side, head): [2H, T, d] x [2H, d, N R].
             by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)
-            products = torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2))
-            products = products.to(torch.promote_types(products.dtype, torch.float32))
+            products = _as_read(torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2)))
             return products.view(2, heads, x.shape[0], keys, rank).transpose(1, 2)
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
-        products = torch.bmm(queries.transpose(0, 1), by_side_and_rank)
-        products = products.to(torch.promote_types(products.dtype, torch.float32))
+        products = _as_read(torch.bmm(queries.transpose(0, 1), by_side_and_rank))
         return products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1)
 
     def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:

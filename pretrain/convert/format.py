@@ -98,12 +98,14 @@ class Target:
         with_optimizer: whether it holds the optimizer's state.
         dtype: of weights; None: as they are.
         max_file_bytes: of tensors in a file, about.
+        table_bits: of elements of a memory's tables; None: they have the dtype of weights.
     """
 
     layout: ParallelConfig
     with_optimizer: bool
     dtype: torch.dtype | None
     max_file_bytes: int
+    table_bits: int | None = None
 
 
 class Conversion(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exported import export
+from exported import export, write_safetensors
 from tiny_runs import MEMORY, SHARED, build_chunks, joined
 from torch import Tensor
 
@@ -32,10 +33,13 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
+from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import open_folder
+from pretrain.convert.huggingface.quantised import QuantisedTables
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.errors import CheckpointError
 from tests.whole_tensors import whole_tensors
 from tools.maintenance.served_tables import grow
 
@@ -335,6 +339,57 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
         )
 
 
+def in_fewer_bits(folder: Path, bits: int, path: Path) -> Path:
+    """An exported folder once more, with tables of so many bits."""
+    for file in folder.iterdir():
+        if "safetensors" not in file.name:
+            shutil.copy(file, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["memory"]["table_bits"] = bits
+    (path / "config.json").write_text(json.dumps(config))
+    write_safetensors(path, QuantisedTables(open_safetensors(folder), bits), 20_000, max_piece_bytes=100)
+    return path
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["v2, ring, gelu", "midus", "engram", "tide", "move over latents"])
+def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, name: str, bits: int) -> None:
+    """Loaded, mapped from the files, and with rows that are kept: to the bit the same."""
+    folder, _ = exported(name)
+    rounded = load(folder)
+    with torch.no_grad():
+        for bank in rounded.model.banks.values():
+            for table in bank.parameters():
+                scale = (table.double().abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).float()
+                table.copy_((table.double() / scale.double()).round() * scale)
+        expected = rounded(some_tokens()).logits
+    path = in_fewer_bits(folder, bits, tmp_path)
+    found = []
+    for given in ({}, {"memory_device": "cpu"}, {"memory_device": "cpu", "hot_rows": 7}):
+        model = load(path, **given)
+        with torch.no_grad():
+            found += [model(some_tokens()).logits for _ in range(3)]
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert any(hot.num_found for bank in model.model.banks.values() for hot in bank.hot.values())
+    # And come in again as what they were rounded to.
+    imported = open_folder(path).tensors
+    for number, bank in rounded.model.banks.items():
+        for table, weight in bank.named_parameters():
+            info = imported.tensors[f"banks.{number}.{table}"]
+            read = imported.read(info.whole(f"banks.{number}.{table}"))
+            torch.testing.assert_close(read, weight.detach(), rtol=1e-6, atol=0)
+    config = json.loads((path / "config.json").read_text())
+    config["memory"]["table_bits"] = 5
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"memory\.table_bits is 5, which says nothing"):
+        open_folder(path)
+    config["memory"]["table_bits"] = bits
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hot_rows is 7, but all rows are in the model"):
+        load(path, hot_rows=7)
+
+
 def test_a_folder_with_other_tables_is_a_model_to_measure(exported: Any, tmp_path: Path) -> None:
     table_bytes = grow(exported("v2, ring, gelu")[0], 24, tmp_path)
     for device in (None, "cpu"):
@@ -346,6 +401,24 @@ def test_a_folder_with_other_tables_is_a_model_to_measure(exported: Any, tmp_pat
         assert {layer["num_rows"] for layer in model.config.memory["layers"]} == {24**2}
         with torch.no_grad():
             assert model(some_tokens()).logits.isfinite().all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("bits", [None, 4])
+def test_tables_outside_take_none_of_a_processs_own_memory(exported: Any, tmp_path: Path, bits: int | None) -> None:
+    """Some 430 MB, or 65, in holes of a file: what is added is the rest of the model and the rows that are kept."""
+
+    def own_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+    table_bytes = grow(exported("v2, ring, gelu")[0], 1500, tmp_path, bits)
+    before = own_bytes()
+    model = load(tmp_path, memory_device="cpu", hot_rows=64)
+    with torch.no_grad():
+        assert model(some_tokens(1, 2)).logits.isfinite().all()
+    assert own_bytes() - before < table_bytes / 3
+    assert table_bytes > 6e7
 
 
 def test_a_model_without_its_tables_is_not_saved(exported: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -108,6 +109,10 @@ CASES = {
     "rows and columns, all tokens on one row": Case(6, EVEN[6], row_parts=3, rows="one"),
     "rows and columns, ranks with different tokens": Case(6, (1, 0, 9, 4, 0, 2), row_parts=2, num_blocks=2),
     "rows and columns, bf16": Case(6, EVEN[6], row_parts=2, dtype=torch.bfloat16),
+    "columns that meet": Case(6, (6,) * 6, row_parts=3, num_blocks=4),
+    "columns that meet and straddle both cores": Case(6, (6,) * 6, row_parts=2, activation="gelu"),
+    "columns that meet, without pre-values": Case(6, (9,) * 6, row_parts=2, pre_dim=0, num_scores=4),
+    "columns that meet, bf16": Case(6, (6,) * 6, row_parts=3, dtype=torch.bfloat16),
     "ranks with different tokens": Case(3, (1, 9, 4)),
     "ranks without tokens": Case(3, (0, 5, 0), num_blocks=4),
     "no rank has tokens": Case(2, (0, 0)),
@@ -115,6 +120,7 @@ CASES = {
     "fp32": Case(6, EVEN[6], dtype=torch.float32),
     "bf16": Case(3, EVEN[3], dtype=torch.bfloat16),
 }
+MEETING = [name for name in CASES if "meet" in name]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -267,6 +273,8 @@ def outcomes(run_ranks: Any) -> dict[str, list[Any]]:
         found: dict[str, Any] = {
             name: on_rank(case, groups[case.size]) for name, case in CASES.items() if rank < case.size
         }
+        with patch("parallel.layout.MEETING_RANKS", 2):
+            found |= {f"{name}, met": on_rank(CASES[name], groups[CASES[name].size]) for name in MEETING}
         return found | ({"ids": ids_that_arrive(groups[3])} if rank < 3 else {})
 
     by_rank = run_ranks(main, WORLD)
@@ -292,6 +300,18 @@ def test_a_split_bank_is_a_whole_one(outcomes: dict[str, Any], name: str) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_a_lookup_repeats_to_the_bit(outcomes: dict[str, Any], name: str) -> None:
     assert all(repeats for _, repeats in outcomes[name])
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_columns_that_meet_first_make_the_same_sums(outcomes: dict[str, Any], name: str) -> None:
+    """To the bit where two meet: a sum of three may be added up in another order."""
+    case = CASES[name]
+    for (apart, _), (met, repeats) in zip(outcomes[name], outcomes[f"{name}, met"], strict=True):
+        assert repeats
+        for part, found in met.items():
+            of_two = case.size // case.row_parts == 2
+            error = (found - apart[part]).abs().max()
+            assert error <= (0 if of_two else TOLERANCE[case.dtype] * apart[part].abs().max()), part
 
 
 def test_ids_and_bins_arrive_in_32_bits_where_these_do(outcomes: dict[str, Any]) -> None:

@@ -26,7 +26,13 @@ from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
 from pretrain.engine.pipeline_copies import sum_over_stages
-from pretrain.planning.costs.traffic import attention_bytes, copies_bytes, exchanged_bytes, lookup_traffic
+from pretrain.planning.costs.traffic import (
+    LookupTraffic,
+    attention_bytes,
+    copies_bytes,
+    exchanged_bytes,
+    lookup_traffic,
+)
 
 GROUP = 3
 TOKENS = 7
@@ -37,6 +43,8 @@ MEMORIES = {
     "peer": PeerConfig(num_keys=12, value_dim=30, top_k=3, num_heads=5),
     "rows": replace(MEMORY, value_dim=10, pre_value_dim=8, num_heads=2),
 }
+MEETING = replace(MEMORY, value_dim=12, pre_value_dim=8, num_heads=2, num_cores=3)
+"""Read by four ranks with two parts of rows, whose columns meet first."""
 ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 17_000_000, "rows": 9}
 ROW_PARTS = {"rows": 3}
 
@@ -74,22 +82,24 @@ def groups_apart() -> Any:
     return patch("parallel.groups.one_group_per_ranks", nullcontext)
 
 
-def lookup(memory: MemoryConfig, num_rows: int, row_parts: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+def lookup(
+    memory: MemoryConfig, num_rows: int, row_parts: int, dtype: torch.dtype, num_tokens: int = TOKENS
+) -> tuple[list[int], list[int]]:
     """Bytes sent by the collectives of a forward and of a backward pass."""
     group = dist.group.WORLD
     assert group is not None
     kernels = select_kernels("auto")
     options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "replica_rank": 0, "group": group}
-    bank = ShardedBank(BankSpec(0, 9, (0,)), memory, kernels, **options, row_parts=row_parts)
+    bank = ShardedBank(BankSpec(0, 9 * row_parts, (0,)), memory, kernels, **options, row_parts=row_parts)
     # Ids are as wide as a bank of this size needs; only its first rows are read, so only they are allocated.
     bank.spec = BankSpec(0, num_rows, (0,))
     reads = memory.lookup.rows
     blocks = memory.lookup.bins
-    scores = torch.rand(TOKENS, reads, memory.lookup.scores, dtype=dtype)
+    scores = torch.rand(num_tokens, reads, memory.lookup.scores, dtype=dtype)
     pre_dim = memory.width("pre_values")
-    pre_input = torch.rand(TOKENS, pre_dim, dtype=dtype, requires_grad=True) if pre_dim else None
-    rows = torch.randint(8, (TOKENS, reads))
-    block = torch.randint(blocks, (TOKENS, reads)) if blocks > 1 else None
+    pre_input = torch.rand(num_tokens, pre_dim, dtype=dtype, requires_grad=True) if pre_dim else None
+    rows = torch.randint(8, (num_tokens, reads))
+    block = torch.randint(blocks, (num_tokens, reads)) if blocks > 1 else None
     with torch.no_grad():
         for table in bank.parameters():
             table.zero_()
@@ -123,14 +133,32 @@ def test_a_lookup_sends_what_the_formula_says(measured: Any, name: str, dtype: t
         num_tokens=TOKENS,
         element_bytes=dtype.itemsize,
     )
-    there = (traffic.rows, traffic.pre_input, traffic.products, traffic.coefficients, traffic.values)
-    back = (traffic.values, traffic.coefficient_gradients, traffic.products, traffic.pre_input)
     for of_rank in measured:
-        forward, backward = of_rank[name, dtype]
-        assert forward == [size for size in there if size]
-        assert backward == [size for size in back if size]
-        assert sum(forward) == traffic.forward
-        assert sum(backward) == traffic.backward
+        check_messages(traffic, *of_rank[name, dtype])
+
+
+def check_messages(traffic: LookupTraffic, forward: list[int], backward: list[int]) -> None:
+    there = (traffic.rows, traffic.pre_input, traffic.meeting_products, traffic.products)
+    there += (traffic.coefficients, traffic.values)
+    back = (traffic.values, traffic.meeting_coefficients, traffic.coefficient_gradients)
+    back += (traffic.products_back, traffic.pre_input)
+    assert forward == [size for size in there if size]
+    assert backward == [size for size in back if size]
+    assert sum(forward) == traffic.forward
+    assert sum(backward) == traffic.backward
+
+
+def test_columns_that_meet_first_send_what_the_formula_says(run_ranks: Any) -> None:
+    def main() -> tuple[list[int], list[int], LookupTraffic]:
+        with patch("parallel.layout.MEETING_RANKS", 4):
+            sizes = {"group_size": 4, "row_parts": 2, "num_tokens": 8, "element_bytes": 2}
+            return *lookup(MEETING, 18, 2, torch.bfloat16, 8), lookup_traffic(MEETING, 18, **sizes)
+
+    for forward, backward, traffic in run_ranks(main, 4):
+        assert min(traffic.meeting_products, traffic.meeting_coefficients) > 0
+        check_messages(traffic, forward, backward)
+        # Of a product one sum goes out in place of two.
+        assert traffic.products == traffic.products_back // 2
 
 
 def with_memory(memory: MemoryConfig) -> RunConfig:

@@ -45,8 +45,15 @@ def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, sav
     assert second.code == 7, second.output
     script, *given = json.loads(log.read_text())["words"]
     assert Path(script).name == "transformers_server.py"
-    assert given == [str(folder), "0.0.0.0", "9000", "cpu"]
+    assert given == [str(folder), "0.0.0.0", "9000", '{"memory_device": "cpu"}']
     assert (folder / "config.json").stat().st_mtime_ns == written
+    hot = megamem("serve", run, *options, "--tables", "int4", "--map-tables", "--hot-rows", 64)
+    assert hot.code == 7, hot.output
+    words = json.loads(log.read_text())["words"]
+    assert words[words.index("--model") + 1] == f"{folder}-int4"
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"memory_device": "cpu", "hot_rows": 64}
+    assert json.loads((Path(f"{folder}-int4") / "config.json").read_text())["memory"]["table_bits"] == 4
+    assert megamem("checkpoint", "verify", f"{folder}-int4").code == 0
     assert megamem("serve", run, *options, "--step", 3, "--dtype", "bf16").code == 7
     assert json.loads((run / "exported" / "step_00000003-bf16" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -60,6 +67,7 @@ def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp
     for words, text in (
         ((folder, "--python", vllm, "--step", 3), "--step: "),
         ((folder, "--python", vllm, "--dtype", "bf16"), "--dtype: "),
+        ((folder, "--python", vllm, "--hot-rows", 8), "--hot-rows is 8: "),
         ((folder, "--python", vllm, "--engine", "transformers"), "pip install 'transformers[serving]' accelerate"),
         ((folder, "--python", transformers, "--engine", "vllm"), "lacks vllm"),
         ((folder, "--python", some), "transformers lacks accelerate, openai"),

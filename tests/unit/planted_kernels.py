@@ -79,6 +79,7 @@ def segment_accumulate_kernel(
     RUNS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """Adds up what different threads have loaded, and stores it before the next entry is loaded."""
     rows, columns = tl.arange(0, RUNS)[:, None], tl.arange(0, COLUMNS)[None, :]
@@ -109,6 +110,6 @@ def planted() -> Iterator[tuple[tuple[str, ...], Any]]:
     yield ("a thread spills",), partial(kept_kernel[(4,)], wide, wide, W=8192, ENTRIES=8192, **kept)
     yield ("registers, of 102",), partial(kept_kernel[(4,)], wide, wide, W=4096, ENTRIES=4096, **kept)
     yield ("bytes of shared memory, of",), partial(turned_kernel[(1,)], wide, wide, SIZE=128)
-    sums = {"W": 64, "C": 1, "RUNS": 8, "COLUMNS": 64, "AHEAD": 4}
+    sums = {"W": 64, "C": 1, "RUNS": 8, "COLUMNS": 64, "AHEAD": 4, "ROUND": False}
     waits = ("wait for each other in its loop: BAR", "1 loads, of 20, and 1 stores, of 4", "and plans count 31.2")
     yield waits, partial(segment_accumulate_kernel[(4,)], wide, wide, 1 << 10, **sums)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -27,6 +28,7 @@ from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.launches import (
     LAUNCHES_DENSE,
     LAUNCHES_EXPERT,
+    LAUNCHES_MEETING,
     LAUNCHES_MEMORY,
     LAUNCHES_MIXTURE,
     LAUNCHES_ROW_PARTS,
@@ -243,7 +245,9 @@ class Reports(dict[str, list[Any]]):
             if name == "launches":
                 # The last rank has tokens before both of its slices of a sequence.
                 across = [launches_of_block(config, 8, rank=7) for config in ACROSS_RANKS.values()]
-                return [launches_of_block(config, 8) for config in LAUNCHED.values()] + across
+                with patch("parallel.layout.MEETING_RANKS", 8):
+                    meeting = launches_of_block(LAUNCHED["memory by rows and columns"], 8)
+                return [meeting, *(launches_of_block(config, 8) for config in LAUNCHED.values()), *across]
             if name == "real":
                 # Beside ranks on the CPU.
                 return of_all_stages(REAL, 2, as_gpu=False)
@@ -430,10 +434,12 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
 
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for way in (0, 1):
-        dense, memory, by_rows, mixture, larger, *across = (counted[way] for counted in reports["launches"])
+        counts = (counted[way] for counted in reports["launches"])
+        meeting, dense, memory, by_rows, mixture, larger, *across = counts
         assert dense == pytest.approx(LAUNCHES_DENSE[way], rel=0.05)
         assert memory - dense == pytest.approx(LAUNCHES_MEMORY[way], rel=0.05)
         assert by_rows - memory == pytest.approx(LAUNCHES_ROW_PARTS[way], rel=0.05)
+        assert meeting - by_rows == LAUNCHES_MEETING[way]
         # Four experts on each rank, and eight.
         assert (larger - mixture) / 4 == pytest.approx(LAUNCHES_EXPERT[way], rel=0.05)
         assert 2 * mixture - larger - dense == pytest.approx(LAUNCHES_MIXTURE[way], rel=0.05)

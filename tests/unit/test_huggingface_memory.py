@@ -65,6 +65,28 @@ def test_norms_round_as_in_training(dtype: torch.dtype) -> None:
     assert torch.equal(memory_megamem.rms_normalise(x, gain, 1e-5), rms_normalise(x, gain, 1e-5))
 
 
+@pytest.mark.parametrize("num_places", [1, 40])
+def test_rows_that_are_read_often_are_kept_and_are_those_of_the_table(num_places: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randn(5000, 3, generator=generator)
+    weights = 1 / torch.arange(1, 5001).double()
+    hot, fetched, asked = memory_megamem.HotRows(num_places, 3, table), 0, 0
+
+    def fetch(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal fetched
+        fetched += len(rows)
+        return table[rows]
+
+    for _ in range(400):
+        rows = torch.multinomial(weights, 8, generator=generator)
+        assert torch.equal(hot.read(rows, fetch), table[rows])
+        asked += len(rows)
+    assert (hot.num_read, hot.num_found) == (asked, asked - fetched)
+    # The 40 rows that are read most would be found in so many; each has one place, which another may have.
+    best = float(weights[:num_places].sum() / weights.sum())
+    assert num_places == 1 or 0.6 * best < hot.num_found / asked < best
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_mapped_tensor_is_that_of_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {name: torch.randn(rows, 3).to(dtype) for name, rows in (("a", 5), ("b", 2000), ("c", 1))}

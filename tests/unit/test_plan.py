@@ -49,7 +49,7 @@ H100 = load_hardware("h100-80g")
 
 # Read off the design by hand: GB sent for lookups per step of 256 GPUs, of which to other nodes; GB of tables on a GPU.
 @pytest.mark.parametrize(
-    ("group", "sent", "far", "tables"), [(8, 16.6, 0, 27), (16, 33.0, 17.6, 16.5), (64, 130, 115, 8.2)]
+    ("group", "sent", "far", "tables"), [(8, 16.6, 0, 27), (16, 33.0, 11.5, 16.5), (64, 130, 67, 8.2)]
 )
 def test_the_120b_model_on_256_gpus_is_what_was_computed_by_hand(
     group: int, sent: float, far: float, tables: float
@@ -57,6 +57,7 @@ def test_the_120b_model_on_256_gpus_is_what_was_computed_by_hand(
     config = load_config(LARGE, [f"parallel.memory={group}"])
     time = step_time(config, 256, H100)
     assert sum(time.sent[0].exchange) / 1e9 == pytest.approx(sent, rel=0.02)
+    # Of gathers a ring takes an eighth between nodes.
     assert time.sent[0].exchange[1] / 1e9 == pytest.approx(far, rel=0.02)
     held = stage_bytes(config, 256)[0].by_part
     of_tables = sum(num_bytes for part, num_bytes in held.items() if "table" in part.value)

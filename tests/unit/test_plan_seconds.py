@@ -15,7 +15,7 @@ from pretrain.config.stages import load_config, load_stages
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
-from pretrain.planning.costs.rows import accumulate_s, distinct_rows, moved_bytes, row_seconds
+from pretrain.planning.costs.rows import accumulate_s, distinct_rows, missed_share, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from tools import cli
@@ -57,6 +57,25 @@ def test_distinct_rows_are_those_of_drawn_reads(skew: float) -> None:
     assert distinct_rows(30_000, 20_000, skew) == pytest.approx(len(np.unique(drawn)), rel=0.02)
 
 
+@pytest.mark.parametrize("room", [100, 2_000])
+def test_popular_rows_are_read_from_a_cache_as_one_of_the_last_reads_would(room: int) -> None:
+    weights = np.arange(1, 20_001, dtype=np.float64) ** -0.8
+    drawn = np.random.default_rng(1).choice(20_000, size=60_000, p=weights / weights.sum())
+    kept: dict[int, None] = {}
+    missed = 0
+    for number, row in enumerate(drawn.tolist()):
+        if row in kept:
+            del kept[row]
+        else:
+            # Counted when the cache is full.
+            missed += number >= 20_000
+            if len(kept) == room:
+                del kept[next(iter(kept))]
+        kept[row] = None
+    assert missed_share(20_000, 64, 0.8, 64 * room) == pytest.approx(missed / 40_000, rel=0.02)
+    assert (missed_share(20_000, 64, 0, 64 * room), missed_share(20_000, 64, 0.8, 64 * 20_000)) == (1, 0)
+
+
 def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
     """One of the 120B model, 8,192 tokens on each of 16 ranks: 33.6M entries in a bank of 22.9M rows."""
     config = large()
@@ -83,8 +102,9 @@ def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)
-    # As with columns; places in the part, and scores of both cores; four copies of the vectors of three more parts.
-    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 8 + 2 * 8
+    # As with columns; places in the part, and scores of both cores; shares of the tokens are cut, and a quarter of each
+    # core's sums written, sent, received and added up; four copies of the vectors of three more parts.
+    per_entry = 4 * (4 + 2) + 2 * 6 * 2 + 8 + 2 * 8 + 2 * (2 * 2 + 4 * 2 * 2 / 4)
     copied = 2 * 4 * 3 * 8192 * (960 + 320) * 2
     assert one.ids == pytest.approx((entries * per_entry + copied) / H100.stream_bytes_per_s)
     adding = sum(accumulate_s(entries / 4, 22_861_824 // 4, width, 1, H100) for width in (240, 80))
@@ -93,7 +113,10 @@ def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None
     assert one.gradients == pytest.approx(adding + entries / 4 * missed / H100.gather_bytes_per_s, rel=0.02)
     # Popular rows: the busiest part reads 2.3 % more. Of the entries of others nobody takes an instruction.
     skewed = row_seconds(config, stage, 8192, replace(H100, row_skew=0.8))
-    assert skewed.gathers == pytest.approx(1.023 * one.gathers)
+    # The cache has a quarter of what is read, and a third of the shorter rows.
+    moved = 512 * missed_share(22_861_824 // 4, 512, 0.8) + 192 * missed_share(22_861_824 // 4, 192, 0.8)
+    assert 0.7 * (512 + 192) < moved < 0.8 * (512 + 192)
+    assert skewed.gathers / one.gathers == pytest.approx(1.023 * moved / (512 + 192), rel=0.02)
     slow = row_seconds(config, stage, 8192, replace(H100, issue_g_per_s=1.0))
     issued = entries / 4 * sum(accumulate_instructions(width) for width in (240, 80)) / 1e9
     assert slow.gradients == pytest.approx(issued + entries / 4 * missed / H100.gather_bytes_per_s, rel=0.02)
@@ -214,13 +237,28 @@ def test_pieces_add_up_to_all_that_is_trained() -> None:
                 assert sum(piece.reduce_s for piece in found if piece.kind == kind) == pytest.approx(whole), path
 
 
+def test_a_gather_crosses_between_nodes_once() -> None:
+    """Bytes to other nodes by hand, 8,192 tokens on each of 16 ranks in two nodes; a ring shares the 8 adapters."""
+    for parts, ids_and_scores, vectors in ((1, 4, 120 + 40), (4, 4 + 2 * 2, 480 + 160)):
+        config = large(f"parallel.memory_rows={parts}")
+        found = step_time(config, 256, H100)
+        # Products and their coefficients' gradients, coefficients, and vectors both ways. Where four columns meet, within
+        # a node, a quarter of each goes out: one sum per product, and one per core of the gradients.
+        entries = 256 * 2 * (3 if parts == 1 else (1 + 2) / 4)
+        direct = 8 * (entries + 2 * vectors)
+        ring = 15 / 8 * (256 * ids_and_scores + 256 * 2)
+        division = Division.of(config, 256)
+        per_token = found.sent[0].exchange[1] / (12 * division.num_microbatches * division.rank_tokens)
+        assert per_token == pytest.approx(direct + ring)
+
+
 def test_exchanges_hide_behind_the_feed_forwards_beside_them_alone() -> None:
     part = TimePart.MEMORY_EXCHANGE
     hidden = step_time(large(), 256, H100).by_part[part]
     alone = step_time(large("parallel.overlap_memory=false"), 256, H100)
     near, far = alone.sent[alone.slowest_stage].exchange
-    # Off the node at the speed of the network.
-    assert alone.by_part[part] == pytest.approx(far / H100.network_bytes_per_s)
+    # Off the node at the speed of the network; a gather's ring takes longer within.
+    assert alone.by_part[part] == pytest.approx(far / H100.network_bytes_per_s, rel=0.01)
     assert near / H100.nvlink_bytes_per_s < alone.by_part[part]
     assert hidden < alone.by_part[part]
     # In place of its feed-forward a memory has nothing beside it.

@@ -114,6 +114,16 @@ def test_selections_equal_their_twins(implementation: Implementation, case: Case
         assert_same(select(*arguments(case)), twin(*arguments(case)))
 
 
+@pytest.mark.parametrize("implementation", ["naive", "torch", IMPLEMENTATIONS[-1]])
+def test_products_in_bf16_are_selected_as_widened_ones(implementation: Implementation) -> None:
+    """A layer on a GPU hands them on as they are; a CPU's layers widen them."""
+    select = implementation_of("tucker_topk", implementation)
+    for case in CASES:
+        wide, narrow = case.tucker(), case.scores(torch.bfloat16)
+        widened = tuple(side.float() for side in narrow)
+        assert_same(select(*narrow, *wide[2:]), naive_tucker.tucker_topk(*widened, *wide[2:]))  # type: ignore[arg-type]
+
+
 cases = st.builds(
     lambda tokens, heads, keys, share, depth, **rest: Case(
         tokens, heads, keys, (m := 1 + round(share * (keys - 1))), 1 + round(depth * (m * m - 1)), **rest
@@ -264,6 +274,9 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     for select, _, arguments in both("triton"):
         with pytest.raises(TypeError, match=r"float64: use train\.kernels=naive"):
             select(*arguments(CASES[0], torch.float64))
+    with pytest.raises(TypeError, match=r"not torch\.bfloat16"):
+        implementation_of("product_topk", "triton")(*CASES[0].product(torch.bfloat16))
+    for select, _, arguments in both("triton"):
         with pytest.raises(ValueError, match=r"keep at most 1024 of at most 16384 entries, not 1025"):
             select(*arguments(many))
     with pytest.raises(ValueError, match="not 20 of 65536"):

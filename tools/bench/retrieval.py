@@ -62,7 +62,7 @@ def contenders(
 ) -> dict[str, Callable[[], Any]]:
     """Operations to time: the products alone, with a selection, every selection alone; and the rows behind its entries.
 
-    Queries and keys are of `dtype`, scores are selected in fp32. Beside the kernels' selection stand PyTorch's, and
+    Queries and keys are of `dtype`; as in the layers, their products are widened to fp32 but for Tucker cores on a GPU. Beside the kernels' selection stand PyTorch's, and
     what `torch.topk` does without a defined order.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -85,7 +85,7 @@ def contenders(
         return torch.bmm(queries, keys)
 
     def scores() -> Tensor:
-        wide = products().float()
+        wide = products() if case.rank and device.type == "cuda" else products().float()
         if case.rank:
             return wide.view(2, case.rank, tokens, case.heads, case.keys).permute(0, 2, 3, 4, 1)
         return wide.view(case.heads, 2, tokens, case.keys).permute(1, 2, 0, 3)

@@ -128,6 +128,11 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the written weights (default: as they are)")
     parser.add_argument(
+        "--tables",
+        choices=("int8", "int4"),
+        help="of huggingface: a memory's tables, a scale per row (default: as weights)",
+    )
+    parser.add_argument(
         "--max-file-size",
         type=size_in_bytes,
         default="4GiB",

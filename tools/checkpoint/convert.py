@@ -11,7 +11,7 @@ import torch
 from pretrain.config.schema import ParallelConfig
 from pretrain.convert.convert import Resources, convert
 from pretrain.convert.format import Target
-from pretrain.convert.names import NATIVE
+from pretrain.convert.names import HUGGINGFACE, NATIVE
 from pretrain.convert.registry import FORMATS
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
@@ -20,6 +20,9 @@ from tools.words import plural, size_in_words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
 """By the name that a person gives; None: as they are."""
+
+TABLE_BITS = {"int8": 8, "int4": 4, None: None}
+"""By the name that a person gives; None: as weights."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
         dtype=DTYPES[args.dtype],
         max_file_bytes=args.max_file_size,
+        table_bits=TABLE_BITS[args.tables],
     )
     print(f"{source.path} ({source.format_name}) -> {args.destination} ({kind.name})", flush=True)
     started_s = time.monotonic()
@@ -61,5 +65,7 @@ def _refuse_options_without_effect(args: argparse.Namespace) -> None:
     """Refuse options that the format has no use for."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "memory")
     unused = [name for name in sizes if getattr(args, name) != 1]
+    if args.tables is not None and args.format != HUGGINGFACE:
+        raise ConfigError(f"--tables has no effect on --format {args.format}: leave it out")
     if unused and args.format != NATIVE:
         raise ConfigError(f"--{unused[0].replace('_', '-')} has no effect on --format {args.format}: leave it out")

@@ -34,7 +34,7 @@ from pretrain.planning.costs.layouts import Estimate, estimates_of, possible_lay
 from pretrain.planning.costs.memory import in_flight
 from pretrain.planning.costs.rows import BUSIEST, CACHED_BYTES, RowSeconds, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, Stage, stages_of
-from pretrain.planning.costs.traffic import lookup_traffic
+from pretrain.planning.costs.traffic import WayBytes, lookup_traffic
 from tools.maintenance.plan_page import CONFIGS, GPU, GPUS, MODELS, Row, markdown_table
 
 SKEWS = (0.0, 0.8)
@@ -57,14 +57,11 @@ class Split:
         row_parts: R, as far as the group has so many ranks; 0: as many as it has.
         to_owners: send an entry to the ranks that have its row, in room for `_SPARE` times the mean; else to all, which
             pass over what they do not have.
-        crosses_once: what every rank of the group is sent crosses between nodes once, as rings of NCCL do; plans
-            count it as often as there are ranks.
     """
 
     name: str
     row_parts: int = 1
     to_owners: bool = False
-    crosses_once: bool = True
 
     def parts_of(self, group: int) -> int:
         """R in a group of so many ranks."""
@@ -72,7 +69,6 @@ class Split:
 
 
 SPLITS = (
-    Split("columns, as planned", crosses_once=False),
     Split("columns"),
     Split("rows", 0),
     Split("rows, to owners", 0, to_owners=True),
@@ -94,13 +90,17 @@ class Sent:
     same: float
     own: float
 
-    def to_others(self, group: int, hardware: Hardware, *, crosses_once: bool) -> tuple[float, float]:
-        """Bytes within the node and to other nodes."""
+    def to_others(self, group: int, hardware: Hardware) -> tuple[float, float]:
+        """Bytes within the node and to other nodes: what all are sent is passed on by a ring, as in a plan."""
         in_node = min(group, hardware.gpus_per_node)
         near, far = in_node - 1, group - in_node
-        if crosses_once:
-            return self.own * near + self.same * (group - 1), self.own * far + self.same * far / in_node
-        return (self.own + self.same) * near, (self.own + self.same) * far
+        crossing = self.same * (group - 1) / in_node if far else 0.0
+        return self.own * near + self.same * (group - 1) - crossing, self.own * far + crossing
+
+    def seconds(self, config: RunConfig, hardware: Hardware) -> float:
+        """Seconds, as a plan has them."""
+        others = config.parallel.memory - 1
+        return timing.way_s(WayBytes(round(others * self.same), round(others * self.own)), config, hardware)
 
 
 def sent(config: RunConfig, split: Split, bank_rows: int, tokens: int) -> tuple[Sent, Sent]:
@@ -167,27 +167,18 @@ def exchange_s(
 ) -> tuple[float, float]:
     """Exposed seconds of the exchanges of a microbatch, forward and backward, as `pretrain.planning.costs.timing` hides them."""
 
-    def bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[float, float]:
+    def seconds_of_ways() -> tuple[float, float]:
         forward, backward = 0.0, 0.0
         again = config.train.recompute == "full"
         for rows, number in Counter(stage.lookups).items():
-            forward += number * _link_s(sent(config, split, rows, division.rank_tokens)[0], config, split, hardware)
+            forward += number * sent(config, split, rows, division.rank_tokens)[0].seconds(config, hardware)
         for rows, number in Counter(stage.backward_lookups).items():
-            ways = [_link_s(way, config, split, hardware) for way in sent(config, split, rows, division.rank_tokens)]
+            ways = [way.seconds(config, hardware) for way in sent(config, split, rows, division.rank_tokens)]
             forward, backward = forward + again * number * ways[0], backward + number * ways[1]
         return forward, backward
 
-    # Seconds take the place of bytes that the plan would turn into seconds.
-    with (
-        mock.patch.object(timing, "lookup_bytes_of_ways", bytes_of_ways),
-        mock.patch.object(timing, "_link_s", lambda seconds, config, hardware: seconds),
-    ):
+    with mock.patch.object(timing, "exchange_s_of_ways", return_value=seconds_of_ways()):
         return timing._exposed_exchange_s(config, stage, division, hardware)
-
-
-def _link_s(way: Sent, config: RunConfig, split: Split, hardware: Hardware) -> float:
-    near, far = way.to_others(config.parallel.memory, hardware, crosses_once=split.crosses_once)
-    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
 def _grouped(config: RunConfig, group: int, row_parts: int = 1) -> RunConfig:
@@ -251,13 +242,8 @@ def passes(config: RunConfig, hardware: Hardware) -> Iterator[Row]:
                 columns = group // parts
                 seconds = rows_s(grouped, split, stage, _TOKENS, skewed)
                 ways = sent(grouped, split, bank_rows, _TOKENS)
-                near, far = (
-                    sum(both)
-                    for both in zip(
-                        *(way.to_others(group, skewed, crosses_once=split.crosses_once) for way in ways), strict=True
-                    )
-                )
-                link = sum(_link_s(way, grouped, split, skewed) for way in ways)
+                near, far = (sum(both) for both in zip(*(way.to_others(group, skewed) for way in ways), strict=True))
+                link = sum(way.seconds(grouped, skewed) for way in ways)
                 widths = " + ".join(str(table.width // columns * config.train.element_bytes) for table in memory.tables)
                 ids = seconds.ids + seconds.sort
                 total = seconds.gathers + ids + seconds.gradients + link

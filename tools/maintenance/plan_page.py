@@ -33,6 +33,11 @@ OUTLOOK_KEYS, OUTLOOK_GPUS = 5704, (64, 128, 256, 512, 1024)
 PART = "plans"
 _TABLE_PARTS = (MemoryPart.TABLES, MemoryPart.TABLE_GRADIENTS, MemoryPart.TABLE_OPTIMIZER)
 _MEMORY_TIME = tuple(part for part in TimePart if part.value.startswith("memory"))
+_MOVES = (
+    *(TimePart.ELEMENTWISE, TimePart.UPDATE, TimePart.MEMORY_UPDATE),
+    *(TimePart.MEMORY_SELECTION, TimePart.MEMORY_GATHERS, TimePart.MEMORY_IDS, TimePart.MEMORY_GRADIENTS),
+)
+"""Parts of a step for which device memory is busy."""
 Row = Sequence[str]
 
 
@@ -77,6 +82,21 @@ def ways_of(plan: Planned, hardware: Hardware) -> Ways:
     shared = replace(config, parallel=replace(config.parallel, gradient_sm_share=SM_SHARE))
     skewed = replace(hardware, row_skew=SKEW)
     return Ways(*(step_time(c, plan.num_gpus, h).total_s for c in (config, shared) for h in (hardware, skewed)))
+
+
+def busy(plan: Planned, hardware: Hardware) -> str:
+    """Seconds of a step for which matrix units, device memory and links of a rank are busy, whatever runs beside what."""
+    config, num_gpus = plan.best.config, plan.num_gpus
+    even, skewed = (step_time(config, num_gpus, h) for h in (hardware, replace(hardware, row_skew=SKEW)))
+    products = sum(even.by_part[part] for part in (TimePart.MATMULS, TimePart.LOSS, TimePart.MEMORY_MATMULS))
+    moved = [sum(time.by_part[part] for part in _MOVES) for time in (even, skewed)]
+    sent = even.sent[even.slowest_stage]
+    links = sum(
+        max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
+        for near, far in (sent.exchange, sent.tables, sent.dense)
+    )
+    links += even.by_part[TimePart.TENSOR] + even.by_part[TimePart.MESSAGES]
+    return f"{products:.2f}; {moved[0]:.2f}, {moved[1]:.2f}; {links:.2f}"
 
 
 def body() -> str:
@@ -127,6 +147,10 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     yield ["of that, tables with all their state", *(f"{_tables(b) / 1e9:.1f}" for b in bests)]
     yield ["of that, the rest's state", *(f"{(_state(b) - _tables(b)) / 1e9:.1f}" for b in bests)]
     yield ["of that, a step", *(f"{b.stages[b.fullest_stage].activations / 1e9:.1f}" for b in bests)]
+    yield [
+        f"busy, s: matrix units; device memory, even and with Zipf {SKEW:g}; links",
+        *(busy(plan, hardware) for plan in plans),
+    ]
     yield ["the memory's part of a step, s", *(f"{_memory_s(b):.2f}" for b in bests)]
     for place in range(3):
         yield [f"{('largest', 'second', 'third')[place]} of these", *(_cost(b, place) for b in bests)]

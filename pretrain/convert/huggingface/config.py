@@ -73,6 +73,7 @@ def exported_config(
     dtype: torch.dtype,
     seed: int,
     tensors: Mapping[str, TensorInfo],
+    table_bits: int | None = None,
 ) -> dict[str, Any]:
     """The content of `config.json`.
 
@@ -83,6 +84,7 @@ def exported_config(
         dtype: of the weights.
         seed: the run's, which keys the shuffles.
         tensors: ours, by global name.
+        table_bits: of elements of the memory's tables; None: they have the dtype of weights.
 
     Raises:
         CheckpointError: the exported model does not know the memory's family.
@@ -112,7 +114,7 @@ def exported_config(
     if architecture != OWN:
         plain = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
         return {**config, **plain, **({"mlp_bias": False} if architecture == LLAMA else {"use_sliding_window": False})}
-    moe, latent = None, None
+    moe, latent, memory = None, None, _memory(model, seed, tensors)
     if model.latent_attention is not None:
         latent = to_dict(model.latent_attention)
     if model.moe is not None:
@@ -130,7 +132,7 @@ def exported_config(
         "qk_norm": model.qk_norm,
         "latent_attention": latent,
         "moe": moe,
-        "memory": _memory(model, seed, tensors),
+        "memory": None if memory is None else {**memory, "table_bits": table_bits},
         "memory_device": None,
         "native": _native(model, vocab_size, seed),
     }

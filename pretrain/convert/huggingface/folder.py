@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
@@ -20,6 +21,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures, model_card
 from pretrain.convert.huggingface.config import AUTO_MAP, OWN, architecture_of, exported_config, imported_config
 from pretrain.convert.huggingface.names import exported_memory, pairs
+from pretrain.convert.huggingface.quantised import RestoredTables
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
@@ -28,6 +30,7 @@ CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json
 _PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
 _REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
 _MAX_CONFIG_BYTES = 2**24
+_BITS = {8: 8, 4: 4}
 
 
 def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> PairedReader:
@@ -52,6 +55,7 @@ def write_small_files(
     tokenizer: Tokenizer,
     vocab_size: int,
     figures: Figures,
+    table_bits: int | None = None,
 ) -> None:
     """Write everything besides tensors: configurations, tokenizer, card, and the model's code where it has its own.
 
@@ -64,6 +68,7 @@ def write_small_files(
         tokenizer: the run's.
         vocab_size: token ids before padding.
         figures: for the card.
+        table_bits: of elements of the memory's tables; None: they have the dtype of weights.
 
     Raises:
         CheckpointError: the model cannot be exported, or the folder not written.
@@ -77,6 +82,7 @@ def write_small_files(
         dtype=tensors["embedding.word_embeddings.weight"].dtype,
         seed=config.seed,
         tensors=tensors,
+        table_bits=table_bits,
     )
     eod = tokenizer.eod
     generation = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod, "use_cache": True}
@@ -169,13 +175,34 @@ def open_folder(folder: Path) -> Imported:
     config = _with_files(imported_config(content, str(path)), lambda name: str(folder / name))
     model = config.model
     assert model.vocab_size is not None
-    source = open_safetensors(folder)
+    source = _opened_weights(folder, content)
     _check_size(model, source.tensors, path)
     found = pairs(model, vocab_size=model.vocab_size, tensors=exported_memory(model, source.tensors))
     padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
     _check_all_used(model, source.tensors, shapes_of(pair.theirs for pair in found), path)
     return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
+
+
+def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
+    """The weights' reader, by which tables in fewer bits have rows.
+
+    Raises:
+        CheckpointError: the tables are not what `content`, the configuration, says.
+    """
+    source = open_safetensors(folder)
+    memory = content.get("memory") if content.get("architectures") == [OWN] else None
+    if not isinstance(memory, dict) or memory.get("table_bits") is None:
+        return source
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    try:
+        return RestoredTables(source, _BITS[memory["table_bits"]], memory["tables"], dtypes[content["dtype"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        path = folder / CONFIG_FILE
+        raise CheckpointError(
+            f"{path}: memory.table_bits is {memory['table_bits']}, which says nothing of the tables ({error!r}): copy the "
+            "folder again"
+        ) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

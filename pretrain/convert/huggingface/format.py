@@ -13,9 +13,10 @@ from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.huggingface.card import figures_of
 from pretrain.convert.huggingface.folder import CONFIG_FILE, exported_tensors, open_folder, write_small_files
+from pretrain.convert.huggingface.quantised import QuantisedTables
 from pretrain.convert.huggingface.sums import read_sums, write_sums
 from pretrain.convert.names import HUGGINGFACE
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
 
 
@@ -49,7 +50,13 @@ class HuggingFaceConversion:
             )
         self._source, self._tokenizer = source, source.tokenizer
         self._weights = source.weights_in(target.dtype)
-        self.reader = exported_tensors(source.config, self._weights, vocab_size=source.vocab_size)
+        self._table_bits = target.table_bits
+        self.reader: TensorReader = exported_tensors(source.config, self._weights, vocab_size=source.vocab_size)
+        if target.table_bits is not None:
+            quantised = QuantisedTables(self.reader, target.table_bits)
+            if not quantised.has_tables:
+                raise ConfigError(f"--tables is int{target.table_bits}, and {source.path} has no memory: leave it out")
+            self.reader = quantised
         self.files = safetensors_files(self.reader.tensors, target.max_file_bytes)
 
     def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
@@ -63,6 +70,7 @@ class HuggingFaceConversion:
             tokenizer=self._tokenizer,
             vocab_size=source.vocab_size,
             figures=figures_of(source.state, metrics),
+            table_bits=self._table_bits,
         )
         write_sums(folder)
 

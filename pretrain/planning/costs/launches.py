@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.stages import Blocks, Stage
 
 LAUNCHES_DENSE = (37, 42)
 """Kernels of a block without its memory, forward and backward."""
-LAUNCHES_MEMORY = (33, 73)
+LAUNCHES_MEMORY = (31, 72)
 """Kernels of a memory layer with a split table, forward and backward."""
 LAUNCHES_ROW_PARTS = (3, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
+LAUNCHES_MEETING = (3, 1)
+"""Kernels that columns which meet first add to these: shares of the tokens are cut, and sums added up twice."""
 LAUNCHES_MIXTURE = (20, 56)
 """Kernels that a mixture's router and dispatcher add to a block."""
 LAUNCHES_EXPERT = (6, 15)
@@ -35,11 +38,15 @@ so; it is what those who timed it found (forums.developer.nvidia.com/t/68937).""
 
 def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> float:
     """Kernels of a pass over a microbatch through some blocks of a stage, forward (0) or backward (1), about."""
-    of_rows = LAUNCHES_ROW_PARTS[way] if config.parallel.memory_rows > 1 else 0
+    layout, train = config.parallel, config.train
+    of_rows = LAUNCHES_ROW_PARTS[way] if layout.memory_rows > 1 else 0
+    tokens = train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context)
+    if columns_meet_first(layout.memory_rows, layout.memory_columns, tokens):
+        of_rows += LAUNCHES_MEETING[way]
     moe, memories = config.model.moe, len(stage.lookups) * (LAUNCHES_MEMORY[way] + of_rows)
     of_experts = 0
     if moe is not None:
-        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
+        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // layout.memory * LAUNCHES_EXPERT[way]
     share = blocks.memories / max(1, stage.blocks.memories)
     of_blocks = blocks.num * (LAUNCHES_DENSE[way] + launches_across_ranks(config, way))
     return of_blocks + blocks.ffns * of_experts + share * memories

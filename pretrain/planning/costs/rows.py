@@ -1,6 +1,6 @@
 """Seconds that a rank's lookups take of its device memory: rows, their ids and coefficients, and gradients of tables.
 
-Rows count in whole granules of what DRAM moves at a time, ids and coefficients as often as a kernel reads or writes
+Rows count in whole granules of what DRAM moves at a time, but for popular ones, which the cache keeps; ids and coefficients as often as a kernel reads or writes
 them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
 
 With parts of rows a rank has the ids and coefficients of all entries, and sorts all ids. Kernels pass over those whose
@@ -22,7 +22,7 @@ from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
-from parallel.layout import coefficients_per_rank
+from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
@@ -33,7 +33,8 @@ _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
 CACHED_BYTES = 25e6
-"""Bytes of the tokens' vectors that stay in cache while gradients of tables read them: half of an H100's."""
+"""Bytes that stay in cache, half of an H100's: of tokens' vectors while gradients of tables read them, and of popular rows
+while they are gathered."""
 BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
 """Entries of the busiest of R parts of the rows, over their mean, with reads by Zipf's law with 0.8, as the keyed shuffle
 spreads them (`python -m tools.maintenance.bank_splits balance`)."""
@@ -104,7 +105,8 @@ def _one_way(
     product = element if memory.width("pre_values") else 0
     per_entry, rows = 0.0, 0.0
     for table in memory.tables:
-        rows += moved_bytes(table.width // layout.memory_columns * element)
+        of_row = moved_bytes(table.width // layout.memory_columns * element)
+        rows += of_row * missed_share(bank_rows // layout.memory_rows, of_row, hardware.row_skew)
         # Ids, with bins where there are several, and a coefficient or product per entry.
         per_entry += per_id * (1 + bins) + coefficient
     if layout.memory > 1:
@@ -116,6 +118,9 @@ def _one_way(
     if layout.memory_rows > 1:
         # All scores come, of which each column has its own.
         per_entry += 2 * lookup.scores * element
+        if columns_meet_first(layout.memory_rows, layout.memory_columns, num_entries // (layout.memory * lookup.rows)):
+            # Shares of tokens are cut, and their sums written, sent, received and added up.
+            per_entry += 2 * max(product, coefficient) + 4 * lookup.scores * element / layout.memory_columns
         # Partial sums and inputs of all tokens, once per part: written, cut or added up, sent and received.
         tokens = num_entries // (layout.memory * lookup.rows)
         widths = memory.row_width + (lookup.bins - 1) * memory.width("values")
@@ -189,15 +194,40 @@ def moved_bytes(row_bytes: int, granule_bytes: int = GRANULE_BYTES) -> int:
 
 @lru_cache(maxsize=4096)
 def distinct_rows(num_entries: float, num_rows: int, skew: float) -> float:
-    """Rows of a table that so many entries read, on the average, where the r-th most popular is read as r^-skew.
-
-    Ranks are taken together in intervals that grow by a twentieth.
-    """
+    """Rows of a table that so many entries read, on the average, where the r-th most popular is read as r^-skew."""
     if skew == 0:
         return -num_rows * math.expm1(-num_entries / num_rows)
+    return -sum(number * math.expm1(-num_entries * share) for number, share in popularity(num_rows, skew))
+
+
+@lru_cache(maxsize=256)
+def popularity(num_rows: int, skew: float) -> tuple[tuple[int, float], ...]:
+    """Numbers of rows, and the share of reads of each of them. Ranks are taken together in intervals that grow by a
+    twentieth."""
     edges = [0]
     while edges[-1] < num_rows:
         edges.append(min(num_rows, max(edges[-1] + 1, edges[-1] * 21 // 20)))
     intervals = [(high - low, ((low + 1 + high) / 2) ** -skew) for low, high in pairwise(edges)]
     total = sum(number * weight for number, weight in intervals)
-    return -sum(number * math.expm1(-num_entries * weight / total) for number, weight in intervals)
+    return tuple((number, weight / total) for number, weight in intervals)
+
+
+@lru_cache(maxsize=4096)
+def missed_share(num_rows: int, row_bytes: int, skew: float, cache_bytes: float = CACHED_BYTES) -> float:
+    """Share of a table's reads whose rows come from device memory, and not from a cache that keeps those read last.
+
+    Such a cache has what was read among its last t reads, of as many distinct rows as it has room for (H. Che et al.
+    2002). With even reads all are taken to come from memory.
+    """
+    if skew == 0:
+        return 1.0
+    room = cache_bytes / row_bytes
+    if room >= num_rows:
+        return 0.0
+    least, most = 0.0, 1.0
+    while distinct_rows(most, num_rows, skew) < room:
+        least, most = most, 2 * most
+    for _ in range(40):
+        middle = (least + most) / 2
+        least, most = (middle, most) if distinct_rows(middle, num_rows, skew) < room else (least, middle)
+    return sum(number * share * math.exp(-most * share) for number, share in popularity(num_rows, skew))

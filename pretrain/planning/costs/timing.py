@@ -33,16 +33,16 @@ from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.read_rows import has_read_rows, read_elements
-from pretrain.planning.costs.reductions import Weights, exposed
+from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.traffic import (
+    WayBytes,
     context_bytes,
     copies_bytes,
     halo_bytes,
-    lookup_bytes,
     lookup_bytes_of_ways,
 )
 
@@ -250,9 +250,7 @@ def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, har
     memories = stage.blocks.memories
     if config.parallel.memory == 1 or not memories:
         return 0.0, 0.0
-    forward, backward = (
-        _link_s(num_bytes, config, hardware) for num_bytes in lookup_bytes_of_ways(config, stage, division)
-    )
+    forward, backward = exchange_s_of_ways(config, stage, division, hardware)
     beside = stage.blocks.beside / memories if config.parallel.overlap_memory else 0.0
     model, tokens = config.model, division.rank_tokens
     ffn_s = 2 * 3 * model.hidden_size * model.active_ffn_width * tokens / hardware.flops_per_s
@@ -298,8 +296,23 @@ def beside_backward(
     return BesideBackward(both - products_s, exchange_s - min(exchange_s, gradients_s))
 
 
-def _link_s(num_bytes: float, config: RunConfig, hardware: Hardware) -> float:
-    near, far = _near_and_far(num_bytes, config.parallel.memory, hardware)
+def exchange_s_of_ways(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of a microbatch's exchanges, forward and backward."""
+    forward, backward = (way_s(way, config, hardware) for way in lookup_bytes_of_ways(config, stage, division))
+    return forward, backward
+
+
+def way_s(way: WayBytes, config: RunConfig, hardware: Hardware) -> float:
+    """Seconds of exchanges one after the other, some of which are gathers."""
+    group = config.parallel.memory
+    # What a ring of G sends, (G - 1) / G of it.
+    gathers = ring_s(way.gathered * group / (group - 1), group, 1, hardware)
+    meeting = _link_s(way.meeting, config.parallel.memory_columns, hardware)
+    return gathers + meeting + _link_s(way.direct, group, hardware)
+
+
+def _link_s(num_bytes: float, group: int, hardware: Hardware) -> float:
+    near, far = _near_and_far(num_bytes, group, hardware)
     return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
@@ -343,8 +356,17 @@ def assumptions(config: RunConfig, stage: Stage, hardware: Hardware) -> tuple[st
 
 def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
     """Bytes that a rank of a stage sends per step for its lookups, to its own node and to others."""
-    total = division.num_microbatches * lookup_bytes(config, stage, division)
-    return _near_and_far(total, config.parallel.memory, hardware)
+    group = config.parallel.memory
+    ways = lookup_bytes_of_ways(config, stage, division)
+    parts = [
+        _near_and_far(sum(way.direct for way in ways), group, hardware),
+        _near_and_far(sum(way.meeting for way in ways), config.parallel.memory_columns, hardware),
+    ]
+    gathered = sum(way.gathered for way in ways)
+    # A ring crosses between nodes once per node, whose ranks share their adapters.
+    crossing = gathered / hardware.gpus_per_node if group > hardware.gpus_per_node else 0.0
+    near, far = (sum(both) for both in zip((gathered - crossing, crossing), *parts, strict=True))
+    return division.num_microbatches * near, division.num_microbatches * far
 
 
 def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[float, float]:
@@ -357,7 +379,7 @@ def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[flo
 
 def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
     """Seconds that a microbatch's tokens take to experts and back, which nothing hides."""
-    return _link_s(dispatched_bytes(config, stage, division), config, hardware)
+    return _link_s(dispatched_bytes(config, stage, division), config.parallel.memory, hardware)
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:

@@ -7,12 +7,12 @@ coefficients per row and rank, V value dim, P pre-value dim, B bins.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
-from parallel.layout import coefficients_per_rank, halo_tokens_returned, halo_tokens_sent
+from parallel.layout import coefficients_per_rank, columns_meet_first, halo_tokens_returned, halo_tokens_sent
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.held import copied_elements
@@ -21,33 +21,83 @@ from pretrain.planning.costs.stages import Division, Stage, stages_of
 
 @dataclass(frozen=True)
 class LookupTraffic:
-    """Bytes that one rank sends to the others of its group in a forward pass of one lookup; it receives as many.
+    """Bytes that one rank sends to the others of its group in one lookup; it receives as many.
+
+    Where columns meet first (`columns_meet_first`) they have a message of their own, and what follows is G / R times less.
 
     Attributes:
         rows: (G - 1) T J x bytes per id.
         pre_input: (G - 1) R / G T P x bytes per element.
-        products: (G - 1) T J x bytes per element.
+        meeting_products: (G / R - 1) R T J x bytes per element; else 0.
+        products: (G - 1) T J x bytes per element, or R / G of it.
         coefficients: (G - 1) T J n x bytes per element; with parts of rows C in place of n.
-        coefficient_gradients: (G - 1) T J n x bytes per element, in a backward pass; 0 where scores have none.
+        products_back: (G - 1) T J x bytes per element, in a backward pass.
+        meeting_coefficients: (G / R - 1) R T J n x bytes per element, in a backward pass; else 0.
+        coefficient_gradients: (G - 1) T J n x bytes per element, or R / G of it with C in place of n, in a backward pass;
+            0 where scores have none.
         values: (G - 1) R / G T B V x bytes per element.
+        gathers_coefficients: whether these go to all ranks alike.
     """
 
     rows: int
     pre_input: int
+    meeting_products: int
     products: int
     coefficients: int
+    products_back: int
+    meeting_coefficients: int
     coefficient_gradients: int
     values: int
+    gathers_coefficients: bool
+
+    @property
+    def forward_way(self) -> WayBytes:
+        """Bytes of a forward pass."""
+        coefficients = self.coefficients * self.gathers_coefficients
+        direct = self.pre_input + self.products + self.coefficients - coefficients + self.values
+        return WayBytes(self.rows + coefficients, direct, self.meeting_products)
+
+    @property
+    def backward_way(self) -> WayBytes:
+        """Bytes of a backward pass: the mirror image; the rows are there already."""
+        direct = self.pre_input + self.coefficient_gradients + self.values
+        return WayBytes(self.products_back, direct, self.meeting_coefficients)
 
     @property
     def forward(self) -> int:
         """Bytes of a forward pass."""
-        return self.rows + self.pre_input + self.products + self.coefficients + self.values
+        return self.forward_way.total
 
     @property
     def backward(self) -> int:
-        """Bytes of a backward pass: the mirror image; the rows are there already."""
-        return self.pre_input + self.products + self.coefficient_gradients + self.values
+        """Bytes of a backward pass."""
+        return self.backward_way.total
+
+
+@dataclass(frozen=True)
+class WayBytes:
+    """Bytes that a rank sends for lookups, forward or backward.
+
+    Attributes:
+        gathered: of gathers, whose blocks a ring passes on: each crosses between two nodes once.
+        direct: to each rank its own.
+        meeting: to each rank with other columns of the same rows its own.
+    """
+
+    gathered: int = 0
+    direct: int = 0
+    meeting: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gathered + self.direct + self.meeting
+
+    def __add__(self, other: WayBytes) -> WayBytes:
+        return WayBytes(self.gathered + other.gathered, self.direct + other.direct, self.meeting + other.meeting)
+
+    def __rmul__(self, number: int) -> WayBytes:
+        return WayBytes(number * self.gathered, number * self.direct, number * self.meeting)
 
 
 def lookup_traffic(
@@ -69,16 +119,27 @@ def lookup_traffic(
     others, lookup, column_parts = group_size - 1, memory.lookup, group_size // row_parts
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
-    coefficients = others * reads * coefficients_per_rank(lookup.scores, column_parts) * element_bytes
+    num_own = coefficients_per_rank(lookup.scores, column_parts)
+    coefficients = others * reads * num_own * element_bytes
+    scores = others * reads * lookup.scores * element_bytes
+    products = others * reads * element_bytes if pre_width else 0
+    back = coefficients if lookup.learns_scores else 0
+    meet = columns_meet_first(row_parts, column_parts, num_tokens)
+    # Shares of the tokens of all ranks, for each of the others that meet.
+    meeting = row_parts * (column_parts - 1) if meet else 0
     return LookupTraffic(
         rows=0 if follows_heads else others * reads * bytes_per_id(num_bank_rows * lookup.bins),
         pre_input=others * num_tokens * (pre_width // column_parts) * element_bytes,
-        products=others * reads * element_bytes if pre_width else 0,
-        coefficients=coefficients if row_parts == 1 else others * reads * lookup.scores * element_bytes,
-        coefficient_gradients=coefficients if lookup.learns_scores else 0,
+        meeting_products=reads * meeting * element_bytes if pre_width else 0,
+        products=products // column_parts if meet else products,
+        coefficients=coefficients if row_parts == 1 else scores,
+        products_back=products,
+        meeting_coefficients=reads * meeting * num_own * element_bytes if lookup.learns_scores else 0,
+        coefficient_gradients=scores // column_parts * lookup.learns_scores if meet else back,
         values=0
         if follows_heads
         else others * num_tokens * lookup.bins * (memory.width("values") // column_parts) * element_bytes,
+        gathers_coefficients=row_parts > 1,
     )
 
 
@@ -92,17 +153,18 @@ def follows_heads(config: RunConfig) -> bool:
 def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
     """Bytes that a rank of a stage sends for all lookups of a microbatch: forward, forward again where blocks are
     recomputed, and backward."""
-    return sum(lookup_bytes_of_ways(config, stage, division))
+    return sum(way.total for way in lookup_bytes_of_ways(config, stage, division))
 
 
-def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[int, int]:
+def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[WayBytes, WayBytes]:
     """The same, of all forward passes and of backward.
 
     A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
     memory = config.model.memory
+    forward = backward = WayBytes()
     if memory is None:
-        return 0, 0
+        return forward, backward
     traffic_of = partial(
         lookup_traffic,
         memory,
@@ -112,15 +174,20 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         element_bytes=config.train.element_bytes,
         follows_heads=follows_heads(config),
     )
-    forward = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
-    backward = 0
-    for rows, number in Counter(stage.backward_lookups).items():
+
+    def ways_of(rows: int) -> tuple[WayBytes, WayBytes]:
         lookup = traffic_of(rows)
-        backward += number * lookup.backward
         if stage.reads_before_blocks:
-            backward -= number * lookup.coefficient_gradients
-        elif config.train.recompute == "full":
-            forward += number * lookup.forward
+            lookup = replace(lookup, meeting_coefficients=0, coefficient_gradients=0)
+        return lookup.forward_way, lookup.backward_way
+
+    for rows, number in Counter(stage.lookups).items():
+        forward += number * ways_of(rows)[0]
+    for rows, number in Counter(stage.backward_lookups).items():
+        again, back = ways_of(rows)
+        backward += number * back
+        if config.train.recompute == "full" and not stage.reads_before_blocks:
+            forward += number * again
     return forward, backward
 
 

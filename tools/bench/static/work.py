@@ -115,7 +115,9 @@ def _selection(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Cal
     if isinstance(memory, TuckerConfig):
         from kernels.tucker_topk import triton_op as tucker
 
-        scores = _empty(2, memory.tucker_rank, tokens, heads, keys, dtype=torch.float32)
+        # Layers hand products on as they are.
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        scores = _empty(2, memory.tucker_rank, tokens, heads, keys, dtype=dtype)
         rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
         core = _empty(heads, memory.tucker_rank, memory.tucker_rank, dtype=torch.float32)
         launches = recorded(lambda: launcher(tucker.tucker_topk)(rows, columns, core, core[:, 0], core[:, 1], *kept))

@@ -27,7 +27,7 @@ class MegamemConfig(PreTrainedConfig):
             `num_heads`, `row_top_k` (rows and columns kept by the first stage), `top_k` (entries kept by the second),
             `num_scores` (per entry), `num_sums` (values are added up in), `activation` (of the pre-values' products:
             "none" or "gelu").
-            `tables`: columns of each table of a bank, by name. `bank_rows`: rows of each bank.
+            `tables`: columns of each table of a bank, by name. `table_bits`: None, or 8 or 4, codes of a row's elements. `bank_rows`: rows of each bank.
             `layers`: one mapping for each memory. It reads in `block`, and its output is added after block
             `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip" (beside it, added later), or all
             that the block adds, given the residual stream and attention ("inserted"), the stream and the heads of
@@ -44,6 +44,7 @@ class MegamemConfig(PreTrainedConfig):
         backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.
+        hot_rows: rows of every table that stay where the model is, of those that are read most; with `memory_device`.
     """
 
     model_type = "megamem"
@@ -77,6 +78,7 @@ class MegamemConfig(PreTrainedConfig):
     memory: Any = None
     backbone: str | None = None
     memory_device: str | None = None
+    hot_rows: int = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None

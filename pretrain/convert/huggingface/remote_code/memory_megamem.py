@@ -89,16 +89,69 @@ def mapped_tensor(path: str, name: str) -> Tensor:
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
         pages.madvise(mmap.MADV_RANDOM)
     begin, end = entry["data_offsets"]
-    dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[entry["dtype"]]
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+    dtype = names[entry["dtype"]]
     count = (end - begin) // dtype.itemsize
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=8 + size + begin).view(entry["shape"])
+
+
+def record_bytes(width: int, bits: int) -> int:
+    """Bytes of a row in fewer bits: its scale in fp32, and a code of `bits` bits for each column."""
+    return 4 + -(-width * bits // 8)
+
+
+def decoded(records: Tensor, width: int, bits: int) -> Tensor:
+    """Rows [n, V] in fp32 of records [n, bytes]: code times scale. Of codes of 4 bits the earlier is the lower half."""
+    scales, codes = records[:, :4].contiguous().view(torch.float32), records[:, 4:].contiguous()
+    if bits == 4:
+        # Shifted up, the sign of a half becomes that of the byte; shifted down as a number with a sign, it stays.
+        codes = torch.stack((codes << 4, codes & 0xF0), 2).flatten(1)[:, :width]
+        return (codes.contiguous().view(torch.int8) >> 4) * scales
+    return codes.view(torch.int8) * scales
+
+
+class HotRows:
+    """Rows of a table that are read often, kept where the model is, in its dtype.
+
+    Each row has one place, which others share. A place has a worth: reads of its row add to it, reads of others take
+    away, and when nothing is left one of them gets the place. What is read seldom does not drive out what is read often.
+    """
+
+    def __init__(self, num_places: int, width: int, like: Tensor) -> None:
+        self._held = torch.zeros(num_places, width, dtype=like.dtype, device=like.device)
+        self._row = torch.full((num_places,), -1, dtype=torch.int64, device=like.device)
+        self._worth = torch.zeros(num_places, dtype=torch.int64, device=like.device)
+        self.num_read, self.num_found = 0, 0
+
+    def read(self, rows: Tensor, fetch: Callable[[Tensor], Tensor]) -> Tensor:
+        """[n, V] of different rows [n]; `fetch` gets those that are not here."""
+        # The shift spreads rows that stand at equal distances.
+        places = (rows * 0x9E3779B1 >> 7) % len(self._row)
+        is_here = self._row[places] == rows
+        missing = ~is_here
+        out = self._held[places]
+        fetched = fetch(rows[missing])
+        out[missing] = fetched
+        self._worth.index_add_(0, places, is_here.long() * 2 - 1)
+        is_given_up = self._worth[places[missing]] < 0
+        taken, new = places[missing][is_given_up], rows[missing][is_given_up]
+        # Of several rows for a place the largest gets it.
+        self._row.scatter_reduce_(0, taken, new, "amax", include_self=False)
+        is_taken = self._row[taken] == new
+        self._held[taken[is_taken]] = fetched[is_given_up][is_taken]
+        self._worth[taken] = 0
+        self.num_read, self.num_found = self.num_read + len(rows), self.num_found + len(rows) - len(fetched)
+        return out
 
 
 class MegamemBank(nn.Module):
     """The tables that a set of memories shares, as parameters, or in host memory outside of the module.
 
+    In fewer bits they are buffers of records of bytes (`decoded`).
+
     Attributes:
-        on_host: the tables by name, where they are no parameters: pages of the weights' files.
+        on_host: the tables by name, where they are not in the module: pages of the weights' files.
+        hot: rows of those that are read often, by the table's name.
     """
 
     def __init__(self, config: MegamemConfig, number: int) -> None:
@@ -106,10 +159,15 @@ class MegamemBank(nn.Module):
         self.activation, self.num_sums = config.memory["activation"], config.memory["num_sums"]
         self.names = tuple(config.memory["tables"])
         self.config, self.number = config, number
+        self.bits = config.memory.get("table_bits")
         self.on_host: dict[str, Tensor] = {}
-        if config.memory_device is None:
-            for name, width in config.memory["tables"].items():
-                self.register_parameter(name, nn.Parameter(torch.empty(config.memory["bank_rows"][number], width)))
+        self.hot: dict[str, HotRows] = {}
+        rows = config.memory["bank_rows"][number]
+        for name, width in config.memory["tables"].items() if config.memory_device is None else ():
+            if self.bits is None:
+                self.register_parameter(name, nn.Parameter(torch.empty(rows, width)))
+            else:
+                self.register_buffer(name, torch.zeros(rows, record_bytes(width, self.bits), dtype=torch.uint8))
 
     def map_tables(self, folder: Any, **where: Any) -> None:
         """Map the tables that are no parameters from the weights' files.
@@ -132,12 +190,28 @@ class MegamemBank(nn.Module):
     def _rows(self, table: str, ids: Tensor, like: Tensor) -> Tensor:
         """Rows of a table, [*ids, columns], in the dtype and on the device of `like`."""
         if self.config.memory_device is None:
-            return F.embedding(ids, self.get_parameter(table))
+            if self.bits is None:
+                return F.embedding(ids, self.get_parameter(table))
+            return self._plain(table, self.get_buffer(table)[ids.flatten()], like).view(*ids.shape, -1)
         if not self.on_host:
             # An engine made the model from its configuration alone, and reads the other weights by itself.
             self.map_tables(self.config.name_or_path)
         wanted, places = ids.unique(return_inverse=True)
-        return self.on_host[table][wanted.cpu()].to(like.device, like.dtype)[places]
+
+        def fetch(rows: Tensor) -> Tensor:
+            return self._plain(table, self.on_host[table][rows.cpu()].to(like.device), like)
+
+        if not self.config.hot_rows:
+            return fetch(wanted)[places]
+        if table not in self.hot:
+            self.hot[table] = HotRows(self.config.hot_rows, self.config.memory["tables"][table], like)
+        return self.hot[table].read(wanted, fetch)[places]
+
+    def _plain(self, table: str, rows: Tensor, like: Tensor) -> Tensor:
+        """Rows [n, columns] in the dtype of `like`, of those of a table, or their records."""
+        if self.bits is not None:
+            rows = decoded(rows, self.config.memory["tables"][table], self.bits)
+        return rows.to(like.dtype)
 
     def forward(self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, sums: Tensor | None) -> Tensor:
         """Values weighted by scores and by the products of their pre-values with `pre_input`, [T, B V].

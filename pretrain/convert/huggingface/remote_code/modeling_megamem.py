@@ -187,6 +187,10 @@ class MegamemPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: MegamemConfig) -> None:
         super().__init__(config)
+        if config.hot_rows and config.memory_device is None:
+            raise ValueError(
+                f"hot_rows is {config.hot_rows}, but all rows are in the model: set memory_device='cpu' too"
+            )
         if config.memory_device is not None:
             self._keys_to_ignore_on_load_unexpected = [r"^(model\.)?banks\."]
 
