@@ -210,6 +210,13 @@ def test_what_cannot_be_represented_is_refused_by_name(key: str) -> None:
         imported_config(content, "some/config.json")
 
 
+def test_the_window_that_a_mistral_has_unless_it_says_otherwise_is_refused() -> None:
+    content = {**export_config(MODELS["dense, untied, no qk_norm"]), "architectures": ["MistralForCausalLM"]}
+    with pytest.raises(CheckpointError, match="sliding_window is 4096: imported models attend to whole sequences"):
+        imported_config(content, "config.json")
+    assert not imported_config({**content, "sliding_window": None}, "config.json").model.qk_norm
+
+
 def test_a_sliding_window_that_is_switched_off_is_none() -> None:
     content = export_config(BASE, sliding_window=4096, use_sliding_window=False)
     assert imported_config(content, "config.json").model.qk_norm

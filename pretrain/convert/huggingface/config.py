@@ -22,6 +22,8 @@ from pretrain.convert.huggingface.rope import imported_base, imported_scaling, r
 from pretrain.errors import CheckpointError, ConfigError
 
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
+_MISTRAL = "MistralForCausalLM"
+"""Llama's blocks and names, where its window is switched off."""
 AUTO_MAP = {
     "AutoConfig": "configuration_megamem.MegamemConfig",
     "AutoModel": "modeling_megamem.MegamemModel",
@@ -259,13 +261,16 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
 
 def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
     match config.get("architectures"):
-        case [str(architecture)] if architecture in (LLAMA, QWEN3):
+        case [str(architecture)] if architecture in (LLAMA, QWEN3, _MISTRAL):
             pass
         case other:
             raise CheckpointError(
-                f"{origin}: architectures is {other}, and {[LLAMA]}, {[QWEN3]} or {[OWN]} can be imported"
+                f"{origin}: architectures is {other}, and {[LLAMA]}, {[QWEN3]}, {[_MISTRAL]} or {[OWN]} can be imported"
             )
     qwen = architecture == QWEN3
+    if architecture == _MISTRAL:
+        # As transformers fills in what a file leaves out.
+        config = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
     _check_plain(config, origin)
     heads, hidden = _whole(config, "num_attention_heads", origin), _whole(config, "hidden_size", origin)
     # As transformers fills in what a file leaves out.
