@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import train_bpe
 from pretrain.engine.build import build_unset_chunks
+from pretrain.errors import CheckpointError
 from tests.whole_tensors import whole_tensors
 
 transformers = pytest.importorskip("transformers", reason="models to import are made with it: pip install '.[hf]'")
@@ -122,6 +125,33 @@ def test_logits_are_those_of_transformers(imported: Any, name: str) -> None:
     scale = float(expected.abs().max())
     assert scale > 0.5
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * scale)
+
+
+def test_weights_in_pickles_are_those_of_safetensors(imported: Any, tmp_path: Path) -> None:
+    """One file, and several beside an index; nothing in them is run, nor read elsewhere."""
+    folder = imported["llama"][2]
+    expected = open_folder(folder).tensors
+    weights = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    halves = {name: f"part{number % 2}.bin" for number, name in enumerate(weights)}
+    for number, files in enumerate(({"pytorch_model.bin": set(weights)}, {"part0.bin": set(), "part1.bin": set()})):
+        path = tmp_path / str(number)
+        path.mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            shutil.copy(folder / name, path)
+        for file in files:
+            torch.save(
+                {key: value for key, value in weights.items() if number == 0 or halves[key] == file}, path / file
+            )
+        index = path / "pytorch_model.bin.index.json"
+        if number:
+            index.write_text(json.dumps({"weight_map": halves}))
+        found = open_folder(path).tensors
+        assert found.tensors == expected.tensors
+        for name, info in expected.tensors.items():
+            assert torch.equal(found.read(info.whole(name)), expected.read(info.whole(name)))
+    index.write_text(json.dumps({"weight_map": {"a": "../0/pytorch_model.bin"}}))
+    with pytest.raises(CheckpointError, match="names no files beside it"):
+        open_folder(path)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,7 +15,8 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
-from pretrain.checkpoint.store.selected import Padded
+from pretrain.checkpoint.store.selected import Joined, Padded
+from pretrain.checkpoint.store.state_dict import StateDictReader
 from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures, model_card
@@ -31,6 +32,7 @@ _PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages",
 _REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
 _MAX_CONFIG_BYTES = 2**24
 _BITS = {8: 8, 4: 4}
+_PICKLE = "pytorch_model.bin"
 
 
 def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> PairedReader:
@@ -184,13 +186,31 @@ def open_folder(folder: Path) -> Imported:
     return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
 
 
+def _opened_files(folder: Path) -> TensorReader:
+    """The files' reader: of safetensors, or where there are none of pickles, of which nothing is run."""
+    index, single = folder / f"{_PICKLE}.index.json", folder / _PICKLE
+    if any(folder.glob("*.safetensors")) or not (index.is_file() or single.is_file()):
+        return open_safetensors(folder)
+    if not index.is_file():
+        return StateDictReader(single)
+    files = _read_config(index).get("weight_map")
+    names = set(files.values()) if isinstance(files, dict) else set()
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise CheckpointError(f"{index} names no files beside it: copy the folder again")
+    reader: TensorReader
+    reader, *others = (StateDictReader(folder / name) for name in sorted(names))
+    for other in others:
+        reader = Joined(reader, other, reader.tensors.keys() | other.tensors.keys())
+    return reader
+
+
 def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
     """The weights' reader, by which tables in fewer bits have rows.
 
     Raises:
         CheckpointError: the tables are not what `content`, the configuration, says.
     """
-    source = open_safetensors(folder)
+    source = _opened_files(folder)
     memory = content.get("memory") if content.get("architectures") == [OWN] else None
     if not isinstance(memory, dict) or memory.get("table_bits") is None:
         return source
