@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
@@ -158,18 +159,29 @@ def add_tables(wrapped: DistributedDataParallel, tables: Sequence[nn.Parameter])
     settings, replicas = wrapped.ddp_config, wrapped.intra_expt_dp_group
     groups = ProcessGroupCollection()
     groups.tp, groups.dp_cp = wrapped.tp_group, wrapped.dp_cp_group
+    names = {parameter: name for name, parameter in wrapped.module.named_parameters()}
+    numbers = list(range(len(tables)))
+    parameters: list[Any] = list(tables)
+    options: dict[str, Any] = {}
+    if hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):
+        # 0.19.2: the optimizer says where parameters lie, and without that they would have no equal shares.
+        parameters = [(table, names[table]) for table in tables]
+        options["param_layout"] = DistributedOptimizer._compute_per_buffer_param_layout(
+            list(tables), wrapped.bucket_size, replicas.size(), settings, numbers
+        )
     buffer = _Buffer(
         settings,
         tables[0].dtype,
         torch.bfloat16,
-        list(tables),
+        parameters,
         replicas,
         wrapped.bucket_size,
-        {parameter: name for name, parameter in wrapped.module.named_parameters()},
+        names,
         1.0,
-        list(range(len(tables))),
+        numbers,
         settings.nccl_ub,
         groups,
+        **options,
     )
     parts = [Bf16Part([bucket], settings, replicas, replicas.size()) for bucket in buffer.buckets]
     if settings.overlap_param_gather:
