@@ -93,6 +93,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts")
     },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": {"memory_device": "cpu"}}),
+    "v2, some rows out of their files": (
+        "v2",
+        {**SHORT_BLOCKS, "enable_prefix_caching": False, "hf_overrides": {"memory_device": "cpu", "hot_rows": 16}},
+    ),
 }
 
 

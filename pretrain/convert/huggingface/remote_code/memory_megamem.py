@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .configuration_megamem import MegamemConfig
@@ -201,7 +202,8 @@ class MegamemBank(nn.Module):
         def fetch(rows: Tensor) -> Tensor:
             return self._plain(table, self.on_host[table][rows.cpu()].to(like.device), like)
 
-        if not self.config.hot_rows:
+        # Engines trace modules before they load them, and what a trace leaves behind is no row.
+        if not self.config.hot_rows or isinstance(like, Proxy):
             return fetch(wanted)[places]
         if table not in self.hot:
             self.hot[table] = HotRows(self.config.hot_rows, self.config.memory["tables"][table], like)
