@@ -193,14 +193,14 @@ class MegamemBank(nn.Module):
         if self.config.memory_device is None:
             if self.bits is None:
                 return F.embedding(ids, self.get_parameter(table))
-            return self._plain(table, self.get_buffer(table)[ids.flatten()], like).view(*ids.shape, -1)
+            return self._plain(table, self.get_buffer(table).index_select(0, ids.flatten()), like).view(*ids.shape, -1)
         if not self.on_host:
             # An engine made the model from its configuration alone, and reads the other weights by itself.
             self.map_tables(self.config.name_or_path)
         wanted, places = ids.unique(return_inverse=True)
 
         def fetch(rows: Tensor) -> Tensor:
-            return self._plain(table, self.on_host[table][rows.cpu()].to(like.device), like)
+            return self._plain(table, self.on_host[table].index_select(0, rows.cpu()).to(like.device), like)
 
         # Engines trace modules before they load them, and what a trace leaves behind is no row.
         if not self.config.hot_rows or isinstance(like, Proxy):
