@@ -32,6 +32,18 @@ class MakeBank(Protocol):
     ) -> Bank: ...
 
 
+class TableHome(Protocol):
+    """Room for tables that do not lie on the device."""
+
+    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Room for a table in host memory, which it need not fit in."""
+        ...
+
+    def reader(self, table: nn.Parameter, bank: int) -> RowFetch:
+        """The way to the rows of a table that was made there."""
+        ...
+
+
 class TableLookup(Protocol):
     """Interface of a bank to a memory layer, which does not know whether other ranks hold some of the columns."""
 
@@ -123,6 +135,7 @@ class Bank(nn.Module):
         rows: Rows = Rows(),
         copy: Copy = ONLY_COPY,
         fetched: RowFetch | None = None,
+        home: TableHome | None = None,
     ) -> None:
         """Allocate the tables; `megamem.initialisation` fills them.
 
@@ -133,6 +146,7 @@ class Bank(nn.Module):
             columns, rows: that this rank holds; a subclass that holds less than all of them knows how to read.
             copy: which of the stages' copies this one is.
             fetched: instead of tables, for a bank that is only read.
+            home: of the bank's one table; None: the device.
         """
         super().__init__()
         self.spec, self.fetched = spec, fetched
@@ -140,12 +154,18 @@ class Bank(nn.Module):
         self.activation = memory.lookup.activation
         self.replica_rank, self.columns, self.rows, self.copy = replica_rank, columns, rows, copy
         for table in memory.tables if fetched is None else ():
-            setattr(self, table.name, self._table(table, dtype, device))
+            setattr(self, table.name, self._table(table, dtype, device, home))
+        if home is not None:
+            (only,) = memory.tables
+            self.fetched = home.reader(self.get_parameter(only.name), spec.index)
 
-    def _table(self, table: Table, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    def _table(
+        self, table: Table, dtype: torch.dtype, device: torch.device | str, home: TableHome | None
+    ) -> nn.Parameter:
         assert table.width % self.columns.num_parts == self.spec.num_rows % self.rows.num_parts == 0
         shape = (self.spec.num_rows // self.rows.num_parts, table.width // self.columns.num_parts)
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        empty = torch.empty(shape, dtype=dtype, device=device) if home is None else home.allocate(shape, dtype)
+        parameter = nn.Parameter(empty)
         declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
         mark_copy(parameter, self.copy)
         return parameter

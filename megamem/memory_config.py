@@ -166,6 +166,8 @@ class MemoryConfig(Config, ABC):
     (`megamem.bank.TableLookup.read_heads`)."""
     reads_once: ClassVar[bool] = False
     """True if the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
+    rows_are_known: ClassVar[bool] = False
+    """True if tokens alone say which rows are read (`megamem.model.MemoryGPTModel.rows_read`)."""
 
     kind: str
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""

@@ -304,6 +304,19 @@ class MemoryGPTModel(GPTModel):
             received = received.detach()
         super().set_input_tensor([received])
 
+    def rows_read(self, token_ids: Tensor, positions: Tensor) -> dict[int, Tensor]:
+        """Rows of this chunk's banks, by index, that a forward pass of whole sequences reads: known without it.
+
+        Args:
+            token_ids: [b, s] int64, on the device.
+            positions: [b, s] int64.
+        """
+        layers = self.memory_layers
+        found = type(layers[0]).addresses(layers, token_ids.t(), positions.t(), UNCUT) if layers else None
+        if found is None:
+            return {}
+        return {layer.view.bank: rows for layer, rows in zip(layers, found.chunk(len(layers)), strict=True)}
+
     @property
     def own_banks(self) -> list[Bank]:
         """The banks that this chunk holds."""

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.bank import Bank, Columns, Rows, weighted
+from megamem.bank import Bank, Columns, Rows, TableHome, weighted
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
 from megamem.sharing import BankSpec
@@ -37,13 +37,14 @@ def make_bank(
     groups: ProcessGroupCollection,
     row_parts: int = 1,
     fetch_rows: FetchRows | None = None,
+    home: TableHome | None = None,
 ) -> Bank:
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's part of it.
 
     In `groups`, `ep` is the memory group, and `expt_dp` the ranks that hold the same part. With `fetch_rows` rows
-    come from elsewhere when they are read. See `Bank`.
+    come from elsewhere when they are read, and `home` has the tables where the device does not. See `Bank`.
     """
-    assert fetch_rows is None or row_parts == 1
+    assert (fetch_rows is None and home is None) or row_parts == 1
     columns = Columns(groups.ep.rank(), groups.ep.size())
     fetched = None if fetch_rows is None else fetch_rows(spec, columns, dtype, device)
     options: dict[str, Any] = {
@@ -52,6 +53,7 @@ def make_bank(
         "replica_rank": groups.expt_dp.rank(),
         "copy": copy,
         "fetched": fetched,
+        "home": home if fetched is None else None,
     }
     if columns.num_parts == 1:
         return Bank(spec, memory, kernels, **options)
@@ -95,6 +97,7 @@ class ShardedBank(Bank):
         row_parts: int = 1,
         copy: Copy = ONLY_COPY,
         fetched: RowFetch | None = None,
+        home: TableHome | None = None,
     ) -> None:
         """Allocate this rank's part; see `Bank`. R divides the rows, and G / R the widths of the tables."""
         column_parts = group.size() // row_parts
@@ -109,6 +112,7 @@ class ShardedBank(Bank):
             rows=Rows(group.rank() // column_parts, row_parts),
             copy=copy,
             fetched=fetched,
+            home=home,
         )
         self.group = group
         self.token_counts: tuple[int, ...] | None = None

@@ -30,7 +30,7 @@ from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from pretrain.planning.costs.held import DENSE_GRADIENT_BYTES, held_bytes
+from pretrain.planning.costs.held import DENSE_GRADIENT_BYTES, HeldBytes, held_bytes
 from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
@@ -201,9 +201,13 @@ def run_check(args: argparse.Namespace) -> int:
         held = max((held_bytes(config, num_ranks) for config in checked), key=lambda held: held.total)
         print(
             f"Each rank holds {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
-            "optimizer's state; activations come on top."
+            f"optimizer's state{_in_files(held)}; activations come on top."
         )
     return 0
+
+
+def _in_files(held: HeldBytes) -> str:
+    return f", and keeps {gigabytes(held.files)} of tables and their state in files" if held.files else ""
 
 
 def run_ffn_width(args: argparse.Namespace) -> int:

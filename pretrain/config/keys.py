@@ -157,6 +157,7 @@ _OF_MEMORY = (
     "optimizer.tables",
     "optimizer.table_gradients",
     "optimizer.table_gradient_dtype",
+    "optimizer.table_folder",
     "optimizer.value_offload",
     "optimizer.value_lr",
     "optimizer.value_lr_multiplier",

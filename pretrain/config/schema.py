@@ -239,6 +239,16 @@ class OptimizerConfig(Config):
     ] = "fp32"
     """Dense gradients of the memory tables. fp32: 4 bytes per element; bf16: 2, where each lookup's sums are added in fp32
     and rounded stochastically. See docs/memory-parallel.md."""
+    table_folder: Annotated[
+        FolderPath | None,
+        EffectiveWhen(
+            lambda c: c.tables == "row_wise" and c.table_gradients == "rows",
+            "optimizer.tables is row_wise and table_gradients is rows",
+        ),
+    ] = None
+    """Folder of a disk of the rank's own machine, or /dev/shm for its memory, in which the tables lie with their state,
+    of families whose rows tokens alone choose: a thread fetches the rows of a step during the one before, and writes them
+    back. Files have no name and are gone when the run ends, however it does. null: on the device. See docs/engram.md."""
     value_offload: Annotated[
         Literal["none", "cpu"], EffectiveWhen(lambda c: c.tables == "adamw", "optimizer.tables is adamw")
     ] = "none"

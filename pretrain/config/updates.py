@@ -93,6 +93,11 @@ def table_gradient_bytes(settings: OptimizerConfig) -> int:
     return 2 if has_bf16_gradients(settings) else 4
 
 
+def keeps_files(settings: OptimizerConfig) -> bool:
+    """True if tables lie in files, and a step's rows of them are on the device."""
+    return keeps_rows(settings) and settings.table_folder is not None
+
+
 def matrix_update(settings: OptimizerConfig) -> Update:
     """The update of the hidden matrices."""
     return MUON if settings.matrices == "muon" else ADAMW

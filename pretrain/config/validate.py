@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from kernels.implementations import unavailable
 from megamem.block_plan import count_blocks
+from megamem.families.registry import FAMILIES
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
@@ -35,7 +36,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
-    problems += _table_gradients(config, world_size)
+    problems += [*_table_gradients(config, world_size), *_table_folder(config)]
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -198,6 +199,27 @@ def _table_gradients(config: RunConfig, world_size: int | None) -> Iterator[str]
             f"{key}, and {per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part "
             f"of a table (parallel.memory {parallel.memory}), whose gradients are added up: use parallel.memory "
             f"{per_stage}, or {fix}"
+        )
+
+
+def _table_folder(config: RunConfig) -> Iterator[str]:
+    """Tables that can lie in files: those whose rows are known before a step, saved where they are."""
+    folder, memory = config.optimizer.table_folder, config.model.memory
+    if folder is None or memory is None:
+        return
+    key, fix = f"optimizer.table_folder is {folder!r}", "leave optimizer.table_folder out"
+    if not folder:
+        yield f"optimizer.table_folder is empty: name a folder, or {fix}"
+    if not memory.rows_are_known:
+        kinds = ", ".join(name for name, family in FAMILIES.items() if family.config.rows_are_known)
+        yield (
+            f"{key}, and model.memory.kind is {memory.kind}, whose rows are not known before they are read, as those of "
+            f"{kinds} are: {fix}"
+        )
+    if config.checkpoint.asynchronous:
+        yield (
+            f"{key}, and checkpoint.asynchronous is true, which copies whole tables in memory: set "
+            f"checkpoint.asynchronous: false, or {fix}"
         )
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ from pretrain.config.updates import has_bf16_gradients
 from pretrain.engine.bf16_gradients import add_tables
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.engine.row_gradients import apart_from_ddp
+from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
@@ -100,6 +102,8 @@ def build_unset_chunks(
     kernels = kernels or memory_kernels(config, on_gpu=groups.on_gpu)
     side_stream = _side_stream(config, groups)
     chunks: list[MemoryGPTModel] = []
+    table_folder = config.optimizer.table_folder
+    home = None if table_folder is None or fetch_rows is not None else StoredTables(Path(table_folder), groups.device)
     of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
     for index, chunk in enumerate(of_stage):
         built = MemoryGPTModel(
@@ -117,6 +121,7 @@ def build_unset_chunks(
                 groups=groups.megatron,
                 row_parts=layout.memory_rows,
                 fetch_rows=fetch_rows,
+                home=home,
             ),
             attention_core=attention_core(groups.megatron, context_way(config)),
             kernels=kernels,

@@ -39,8 +39,9 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
-from pretrain.engine.read_rows import ReadRows, ReadTables
+from pretrain.engine.read_rows import ReadRows, ReadTables, StoredRows
 from pretrain.engine.row_wise import Place, RowGroups, RowWise
+from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
 from pretrain.engine.value_offload import HostTables, host_adamw
 from pretrain.engine.weight_gathering import start_gathering
@@ -416,7 +417,10 @@ def build_optimizer(
             }
             for name in TABLE_GROUPS
         ]
-        make_rule = partial(ReadRows, **_of_tables(config, chunks, groups))
+        stored, of_tables = stored_tables_of(unwrap(chunk) for chunk in chunks), _of_tables(config, chunks, groups)
+        make_rule = (
+            partial(ReadRows, **of_tables) if stored is None else partial(StoredRows, stored=stored, **of_tables)
+        )
         optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule))
     return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad, _roundings(config, chunks, groups))
 

@@ -9,10 +9,12 @@ Legend: N rows that were read, W columns on this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
@@ -22,7 +24,23 @@ from megamem.parameters import GroupName
 from pretrain.engine.optimizer_shards import leaves_by_parameter
 from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.row_wise import RowWise, rows_at_once
+from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.update_rules import MakeRule, Share, UpdateRule
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows of a rank's part of a table that are on the device.
+
+    Attributes:
+        weights: [n, W].
+        state: [n] each.
+        numbers: [n] int64, of the rows in that part; None: they are all of its rows.
+    """
+
+    weights: Tensor
+    state: Sequence[Tensor]
+    numbers: Tensor | None = None
 
 
 class ReadRows(RowWise):
@@ -36,11 +54,16 @@ class ReadRows(RowWise):
             assert share.group["weight_decay"] == 0
             if gradient.read is not None and gradient.read.rows.numel():
                 assert gradient.sums is not None
-                self._update_rows(share, gradient.read.rows, gradient.read.sources, gradient.sums)
+                self._update_rows(share, self.held(share), gradient.read.rows, gradient.read.sources, gradient.sums)
             gradient.clear()
 
-    def _update_rows(self, share: Share, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
-        num, width = sums.shape
+    def held(self, share: Share) -> HeldRows:
+        """Rows of the table, and their state, that are on the device: all of them."""
+        weights = share.weights.view(-1, share.parameter.shape[1])
+        return HeldRows(weights, [tensor[self.rows_of(share)] for tensor in self.device_state()])
+
+    def _update_rows(self, share: Share, held: HeldRows, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
+        num = len(sums)
         windows = [slice(first, first + rows_at_once(sums)) for first in range(0, num, rows_at_once(sums))]
         squares = torch.cat([sums[window].square().sum(1) for window in windows])
         if self.groups.columns.size() > 1:
@@ -48,13 +71,12 @@ class ReadRows(RowWise):
             dist.all_reduce(squares, group=self.groups.columns)
         if sources is not None:
             squares = squares[sources]
-        state = [tensor[self.rows_of(share)] for tensor in self.device_state()]
-        moments, last_updates = (tensor[rows] for tensor in state)
+        moments, last_updates = (tensor[rows] for tensor in held.state)
         factors = self.factors(share, moments, last_updates, squares)
-        for tensor, updated in zip(state, (moments, last_updates), strict=True):
+        for tensor, updated in zip(held.state, (moments, last_updates), strict=True):
             tensor.index_copy_(0, rows, updated)
         place, key = self.places[share.parameter], self.rounding_key(share)
-        table = share.weights.view(-1, width)
+        table = held.weights
         for window in windows:
             of_window = rows[window]
             weights = table[of_window]
@@ -63,9 +85,49 @@ class ReadRows(RowWise):
             if weights.dtype == torch.float32:
                 weights.add_(change)
             else:
+                numbers = of_window if held.numbers is None else held.numbers[of_window]
                 rounding = Rounding(key, place.first_row, place.first_column)
-                round_stochastically(change.add_(weights.float()), weights, rounding, of_window)
+                round_stochastically(change.add_(weights.float()), weights, rounding, numbers)
             table.index_copy_(0, of_window, weights)
+
+
+class StoredRows(ReadRows):
+    """The update of tables that lie in files, whose rows of a step are on the device (`pretrain.engine.stored_tables`)."""
+
+    def __init__(self, *arguments: Any, stored: StoredTables, **keywords: Any) -> None:
+        """See `RowWise`.
+
+        Args:
+            stored: the tables.
+        """
+        self._stored = stored
+        super().__init__(*arguments, **keywords)
+        for share in self.shares:
+            stored.of(share.parameter).state = [tensor[self.rows_of(share)] for tensor in self.device_state()]
+
+    def zeros(self, num: int, device: torch.device) -> Tensor:
+        """See `RowWise.zeros`: beside the tables."""
+        return self._stored.zeros(num)
+
+    def held(self, share: Share) -> HeldRows:
+        """See `ReadRows.held`: those of the step, which it is about to change."""
+        staged = self._stored.of(share.parameter).staged
+        assert staged is not None
+        staged.is_changed = True
+        return HeldRows(staged.weights.detach(), staged.state, staged.numbers)
+
+    def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+        """See `UpdateRule.state_entries`: the files have all updates then, and may be read or loaded."""
+        self._stored.settle()
+        return super().state_entries(share, leaves)
+
+    def set_weights_from_main(self) -> None:
+        """See `UpdateRule.set_weights_from_main`: what was fetched before is not what the files have now."""
+        self._stored.forget()
+
+    def describe(self) -> str:
+        """See `UpdateRule.describe`."""
+        return f"tables in files, updated by row: {self._stored.num_bytes / 1e9:.3g} GB on this rank"
 
 
 class ReadTables:

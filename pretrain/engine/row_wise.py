@@ -124,9 +124,12 @@ class RowWise(UpdateRule):
         self._rows = {share: slice(*ends) for share, ends in zip(shares, pairwise(starts), strict=True)}
         device = shares[0].weights.device if shares else torch.device(torch.cuda.current_device())
         # Of the touched rows of all shares, one share after the other.
-        self._moments = torch.zeros(starts[-1], dtype=torch.float32, device=device)
-        self._last_updates = torch.zeros_like(self._moments)
+        self._moments, self._last_updates = (self.zeros(starts[-1], device) for _ in range(2))
         self._cuts = _CutRows(shares, spreads, self._rows, device)
+
+    def zeros(self, num: int, device: torch.device) -> Tensor:
+        """A number in fp32 for each of so many rows."""
+        return torch.zeros(num, dtype=torch.float32, device=device)
 
     @property
     def num_rows(self) -> int:

@@ -16,7 +16,7 @@ from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import stage_of_step, stands_at
-from pretrain.config.updates import keeps_rows, table_gradient_bytes
+from pretrain.config.updates import keeps_files, keeps_rows, table_gradient_bytes
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
 from pretrain.data.manifest import PreparedDataset
@@ -159,7 +159,8 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
     needed = backbone * (replicas * weight_and_gradient + dense_state(config))
     needed -= saved_by_matrices(config)
     of_table = 0 if keeps_rows(config.optimizer) else table_gradient_bytes(config.optimizer)
-    needed += counts.tables * (config.train.element_bytes + of_table + table_state(config))
+    if not keeps_files(config.optimizer):
+        needed += counts.tables * (config.train.element_bytes + of_table + table_state(config))
     available = machine_memory_bytes()
     if needed > available:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import fmean
 
@@ -13,8 +14,10 @@ from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
 from pretrain.config.schedule import apply_schedule, group_settings
 from pretrain.config.updates import MUON
+from pretrain.engine.build import unwrap
 from pretrain.engine.nonfinite import in_words
 from pretrain.engine.step import Batch, StepResult, train_step
+from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import Incident, now
 from pretrain.run.stop import StopRequest
@@ -76,18 +79,20 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     started = time.perf_counter()
     seed_step(config.seed, run.state.step)
     apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
-    result = train_step(
-        run.chunks,
-        run.optimizer,
-        batches,
-        run.groups,
-        num_microbatches=run.num_microbatches,
-        micro_batch_size=config.train.micro_batch_size,
-        sequence_length=config.train.sequence_length,
-        stop_requested=stop_requested,
-        save_votes=run.saver.votes,
-        judge=partial(find_spike, config.health.spikes, run.state.recent),
-    )
+    stored = stored_tables_of(unwrap(chunk) for chunk in run.chunks)
+    with nullcontext() if stored is None else stored.step(run.rows_read, run.samples, run.following_samples):
+        result = train_step(
+            run.chunks,
+            run.optimizer,
+            batches,
+            run.groups,
+            num_microbatches=run.num_microbatches,
+            micro_batch_size=config.train.micro_batch_size,
+            sequence_length=config.train.sequence_length,
+            stop_requested=stop_requested,
+            save_votes=run.saver.votes,
+            judge=partial(find_spike, config.health.spikes, run.state.recent),
+        )
     run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)
 

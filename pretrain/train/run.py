@@ -28,8 +28,9 @@ from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
+from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.planning.costs.formulas import training_flops_per_token
@@ -83,6 +84,31 @@ class Run:
         """Tokens of the next step over all ranks."""
         return self.batch_size * self.config.train.sequence_length
 
+    @property
+    def samples(self) -> range:
+        """Numbers of the next step's samples over all ranks."""
+        first = position_in_data(self.config, self.state)
+        return range(first, first + self.batch_size)
+
+    @property
+    def following_samples(self) -> range | None:
+        """Numbers of the samples of the step after the next one; None: it is the last."""
+        after, train = self.state.step + 1, self.config.train
+        if after >= train.num_steps:
+            return None
+        first = self.samples.stop
+        return range(first, first + batch_size_of_run(train, self.config.stage, after))
+
+    def rows_read(self, samples: range) -> dict[int, torch.Tensor]:
+        """Rows of this rank's banks, by index, that samples read, of families of which tokens say so."""
+        read = [self.train_data[number] for number in samples]
+        tokens, positions = (
+            torch.stack([sample[name] for sample in read]).to(self.groups.device) for name in ("tokens", "position_ids")
+        )
+        return {
+            bank: rows for chunk in self.chunks for bank, rows in unwrap(chunk).rows_read(tokens, positions).items()
+        }
+
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
         return [
@@ -103,6 +129,8 @@ class Run:
     def complete_weights(self) -> None:
         """Complete the weights, before anybody but a forward pass reads them. Collective."""
         complete_weights(self.chunks)
+        if (stored := stored_tables_of(unwrap(chunk) for chunk in self.chunks)) is not None:
+            stored.settle()
 
     def save(self) -> None:
         """Write a checkpoint, or begin to (`checkpoint.asynchronous`), unless this step has one. Collective."""

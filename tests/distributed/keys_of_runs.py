@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing
 import random
+import resource
 import string
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from keys_table import BASE, Table, set_key
+from keys_table import BASE, MEMORY, Table, as_kind, set_key
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -461,6 +462,30 @@ def tracked(outputs: Outputs) -> tuple[dict[str, Any], list[int]]:
     steps = [call.args[0]["step"] for call in wandb.init.return_value.log.mock_calls]
     assert wandb.init.return_value.finish.call_count == 1
     return wandb.init.call_args.kwargs, steps
+
+
+@RUNS.key(
+    "optimizer.table_folder",
+    "tables",
+    replace(
+        RUN,
+        model=replace(RUN.model, memory=as_kind(MEMORY, "engram", value_dim=8)),
+        optimizer=replace(RUN.optimizer, tables="row_wise", table_gradients="rows", value_weight_decay=0.0),
+    ),
+)
+def _(base: Outputs, second: Outputs) -> None:
+    """The same losses, norms and evaluations; the table and its state are mapped from files of the folder's disk."""
+    figures = ("loss", "grad_norm", "validation_loss")
+    assert [[row.get(name) for name in figures] for row in base.rows] == [
+        [row.get(name) for name in figures] for row in second.rows
+    ]
+    rows, folder = second.config.model.memory_plan.banks[0].num_rows, Path("tables").absolute()
+    assert second.opened.optimizer is not base.opened.optimizer
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f" {folder}/" in line]
+    assert all(words[-1] == "(deleted)" for words in mapped)
+    page = resource.getpagesize()
+    sizes = {int(end, 16) - int(start, 16) for start, end in (words[0].split("-") for words in mapped)}
+    assert sizes == {-(-num_bytes // page) * page for num_bytes in (4 * 8 * rows, 4 * rows)}
 
 
 @RUNS.key("logging.wandb_mode", "offline", RUN)

@@ -6,6 +6,7 @@ Batches are so small that most rows of a table are not read in a step, and some 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def config_of(
 class Trained:
     """Results of a rank: loss and norm of each step, weights, and state of the tables by the name of its entry."""
 
-    steps: list[tuple[float, float]]
+    steps: Sequence[object]
     weights: dict[str, Tensor]
     state: dict[str, Tensor]
 

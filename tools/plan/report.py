@@ -80,6 +80,8 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
     yield f"  {'a save adds on the device':52}{0:>9.2f}"
     yield f"  {'in host memory: tables stepped there':52}{stage.host_tables / 1e9:>9.2f}"
     yield f"  {'in host memory: a save':52}{stage.save / 1e9:>9.2f}"
+    if stage.files:
+        yield f"  {'in files: tables and their state':52}{stage.files / 1e9:>9.2f}"
     sent = best.time.sent[best.time.slowest_stage]
     yield ""
     yield f"{'Sent per step (GB):':54}{'in node':>9}{'to others':>11}"
@@ -150,6 +152,7 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
                 "bytes": {part.value: num_bytes for part, num_bytes in stage.by_part.items()},
                 "total_bytes": stage.total,
                 "host_bytes": {"tables": stage.host_tables, "save": stage.save},
+                "file_bytes": stage.files,
                 "sent_bytes": {
                     name: {"in_node": near, "to_others": far}
                     for name, (near, far) in (

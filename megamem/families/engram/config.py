@@ -40,6 +40,9 @@ class EngramConfig(MemoryConfig):
     reads_tokens: ClassVar[bool] = True
     """Their n-grams are hashed."""
 
+    rows_are_known: ClassVar[bool] = True
+    """By their hashes."""
+
     kind: Literal["engram"] = "engram"
     """engram: rows addressed by hashes of the last tokens, added before attention."""
     rules: Literal["engram", "ple"] = "engram"

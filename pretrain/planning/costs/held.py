@@ -8,7 +8,7 @@ from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.read_rows import has_read_rows
+from pretrain.planning.costs.read_rows import has_files, has_read_rows
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 
@@ -23,10 +23,12 @@ class HeldBytes:
     Attributes:
         model: weights and gradients of its part of the model.
         optimizer: its share of main weights and moments.
+        files: of its parts of tables, and their state, in files.
     """
 
     model: float
     optimizer: float
+    files: float = 0.0
 
     @property
     def total(self) -> float:
@@ -67,6 +69,13 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     of_tables = 0 if has_read_rows(config) else table_gradient_bytes(config.optimizer)
     less = (DENSE_GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
-    if config.optimizer.value_offload == "none":
+    files = 0.0
+    if has_files(config):
+        # One replica of a part: a rank's share of the state is that of its own part.
+        files = counts.tables / layout.memory / layout.pipeline * train.element_bytes
+        per_rank -= counts.tables / layout.memory / layout.pipeline
+        files += stepped_tables * table_state(config) / num_ranks
+    elif config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
-    return HeldBytes(per_rank * train.element_bytes + with_gradients * DENSE_GRADIENT_BYTES - less, state / num_ranks)
+    device = per_rank * train.element_bytes + with_gradients * DENSE_GRADIENT_BYTES - less
+    return HeldBytes(device, state / num_ranks, files)

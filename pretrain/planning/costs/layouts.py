@@ -197,7 +197,9 @@ def dense_twin(config: RunConfig) -> RunConfig | None:
         config,
         model=replace(bare, ffn_hidden_size=width),
         parallel=replace(config.parallel, memory=1, memory_rows=1),
-        optimizer=replace(config.optimizer, tables="adamw", value_offload="none"),
+        optimizer=replace(
+            config.optimizer, tables="adamw", table_gradients="dense", table_folder=None, value_offload="none"
+        ),
     )
 
 

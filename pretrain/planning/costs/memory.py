@@ -25,7 +25,7 @@ from pretrain.planning.costs.attention import attention_backward, attention_kept
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.read_rows import adding_bytes, has_read_rows, kept_bytes
+from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_files, has_read_rows, kept_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.state import (
     dense_state,
@@ -88,11 +88,13 @@ class StageBytes:
         by_part: bytes on the device at the peak of a step.
         host_tables: bytes in host memory: tables' optimizer state if it is there, and its staging memory.
         save: bytes in host memory that a save takes: the buffer of asynchronous ones, or that of the writing threads.
+        files: bytes of tables, and their state, in files.
     """
 
     by_part: dict[MemoryPart, float]
     host_tables: float
     save: float
+    files: float = 0.0
 
     @property
     def host(self) -> float:
@@ -125,8 +127,9 @@ def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tu
     return tuple(
         StageBytes(
             _at_peak(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
-            _host(config, stage, division),
+            _host(config, stage, division, on_gpu=on_gpu),
             save,
+            _in_files(config, stage),
         )
         for rank, stage in enumerate(stages_of(config))
     )
@@ -194,7 +197,9 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     of_experts = num_elements(matrices.experts) / layout.memory
     saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
     on_device = stage.trained.experts * dense_state(config)
-    if config.optimizer.value_offload == "none":
+    if has_files(config):
+        tables -= stage.table_elements / layout.memory
+    elif config.optimizer.value_offload == "none":
         on_device += stage.trained.table_elements * table_state(config)
     return {
         MemoryPart.WEIGHTS: dense * element,
@@ -215,8 +220,18 @@ def _table_gradients(config: RunConfig, stage: Stage, division: Division, traine
     return experts * _GRADIENT + kept_bytes(stage, division, kept)
 
 
-def _host(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights."""
+def _in_files(config: RunConfig, stage: Stage) -> float:
+    if not has_files(config):
+        return 0.0
+    trained = stage.trained.table_elements * table_state(config)
+    return (stage.table_elements * config.train.element_bytes + trained) / config.parallel.memory
+
+
+def _host(config: RunConfig, stage: Stage, division: Division, *, on_gpu: bool) -> float:
+    """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights; or, of tables in
+    files, rows on their way to a GPU and back."""
+    if has_files(config):
+        return fetched_bytes(config, stage, division) if on_gpu else 0.0
     if config.optimizer.value_offload == "none":
         return 0.0
     owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
@@ -291,6 +306,7 @@ def _activations(
         # Rows are added up when the activations are gone, in what the common stream had of them.
         more = max(0.0, adding_bytes(config, stage, division) - of_common_stream)
         parts = _sum(parts, {MemoryPart.TABLE_GRADIENTS: more})
+    parts = _sum(parts, {MemoryPart.MEMORY: fetched_bytes(config, stage, division)})
     if stage.has_embedding:
         parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
     if config.parallel.pipeline > 1:

@@ -8,12 +8,14 @@ as many as were read.
 from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import keeps_rows
+from pretrain.config.updates import keeps_files, keeps_rows
 from pretrain.planning.costs.stages import Division, Stage
 
 _SUM = 4
 _PLACES = 8 + 8
 """Bytes per row of sums: its number in the table, and the sum that belongs to it."""
+_PER_FETCHED_ROW = 8 + 2 * 4 + 2 * 8
+"""Bytes per row of a step that is fetched from files: its number, its state, and its places in two steps."""
 _PER_SORTED_ID = 4 + 4 + 8 + (8 + 4 + 8)
 """Bytes per id while ids are sorted: the ids as keys, sorted, their order, and a radix sort's positions and buffers."""
 
@@ -21,6 +23,19 @@ _PER_SORTED_ID = 4 + 4 + 8 + (8 + 4 + 8)
 def has_read_rows(config: RunConfig) -> bool:
     """True if gradients of tables are rows that were read."""
     return config.model.memory is not None and keeps_rows(config.optimizer)
+
+
+def has_files(config: RunConfig) -> bool:
+    """True if tables lie in files (`optimizer.table_folder`)."""
+    return config.model.memory is not None and keeps_files(config.optimizer)
+
+
+def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
+    if not has_files(config):
+        return 0.0
+    elements = read_elements(config, stage, division)
+    return 2 * (elements * config.train.element_bytes + most_rows(config, stage, division) * _PER_FETCHED_ROW)
 
 
 def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:

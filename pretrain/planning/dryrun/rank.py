@@ -117,6 +117,11 @@ def dry_run(
     """
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")
+    if config.optimizer.table_folder is not None:
+        raise ConfigError(
+            f"optimizer.table_folder is {config.optimizer.table_folder!r}, and a dry run reads no rows of files: add "
+            "optimizer.table_folder=null"
+        )
     if torch.cuda.is_available():
         raise ConfigError("a dry run computes nothing and wants no GPU: set CUDA_VISIBLE_DEVICES to nothing")
     if config.model.memory is not None and find_spec("triton") is None:

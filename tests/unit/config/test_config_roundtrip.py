@@ -93,17 +93,20 @@ def sections(draw: st.DrawFn, cls: Any) -> Any:
 
 
 def found_from_anywhere(config: RunConfig) -> RunConfig:
-    """The configuration with absolute paths of data sets, as the loader leaves them; an empty path stays empty."""
+    """The configuration with absolute paths, as the loader leaves them; an empty path stays empty."""
 
-    def absolute(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-        paths = (entry.path and os.path.abspath(os.path.expanduser(entry.path)) for entry in entries)
-        return tuple(dataclasses.replace(entry, path=path) for entry, path in zip(entries, paths, strict=True))
+    def absolute(path: str | None) -> str | None:
+        return path and os.path.abspath(os.path.expanduser(path))
 
-    data, evaluation = config.data, config.evaluation
+    def all_of(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(dataclasses.replace(entry, path=absolute(entry.path)) for entry in entries)
+
+    data, evaluation, optimizer = config.data, config.evaluation, config.optimizer
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(data, datasets=absolute(data.datasets)),
-        evaluation=dataclasses.replace(evaluation, datasets=absolute(evaluation.datasets)),
+        data=dataclasses.replace(data, datasets=all_of(data.datasets)),
+        evaluation=dataclasses.replace(evaluation, datasets=all_of(evaluation.datasets)),
+        optimizer=dataclasses.replace(optimizer, table_folder=absolute(optimizer.table_folder)),
     )
 
 

@@ -1,0 +1,281 @@
+"""Tables that lie in files while they train (`optimizer.table_folder`).
+
+Tokens say which rows a step reads. While a step runs, a thread finds the rows of the next one and fetches them, weights and
+state; after the update it writes the step's own rows back. The thread does one thing after the other, so that a fetch sees
+all writes but the one of the step that it runs beside: rows that both steps read go from one to the other on the device.
+What a step computes with is to the bit what a table on the device would have given it.
+
+Outside of steps (evaluation, generation) rows are fetched as they are asked for.
+
+Legend: n rows of a step, W columns on this rank, T tokens, J rows read per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from kernels.common.row_gradient import RowGradient
+from megamem.model import MemoryGPTModel
+from pretrain.engine.table_files import TableFiles
+
+RowsOf: TypeAlias = Callable[[range], Mapping[int, Tensor]]
+"""Rows of banks, by index and as often as they come, that the samples of these numbers read. Called in a thread."""
+
+
+@dataclass(eq=False)
+class Staged:
+    """A table's rows of one step.
+
+    Attributes:
+        rows: [n] int64 in host memory, ascending.
+        numbers: the same on the device.
+        weights: [n, W], of which a step makes a gradient if the table is trained.
+        state: [n] fp32 each.
+        shared: positions of rows that the step before reads too, here and in `before`.
+        before: that step's; None: no step ran beside the fetch.
+        is_changed: whether the step has updated them.
+    """
+
+    rows: Tensor
+    numbers: Tensor
+    weights: Tensor
+    state: Sequence[Tensor]
+    shared: tuple[Tensor, Tensor] | None = None
+    before: Staged | None = None
+    is_changed: bool = False
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Take the rows that the step before has updated since they were fetched."""
+        if self.before is not None and self.before.is_changed:
+            assert self.shared is not None
+            here, there = self.shared
+            for own, updated in zip(
+                (self.weights, *self.state), (self.before.weights, *self.before.state), strict=True
+            ):
+                own.index_copy_(0, here, updated[there])
+        self.before = self.shared = None
+
+
+class StoredTable:
+    """A table in a file, as a bank reads it (`megamem.token_tables.fetched.RowFetch`).
+
+    Attributes:
+        parameter: the whole table, in the file.
+        bank: its index.
+        state: tensors with a number per row, in files too.
+        staged: the rows of the step that runs; None: none does.
+    """
+
+    def __init__(self, parameter: nn.Parameter, bank: int, owner: StoredTables) -> None:
+        self.parameter, self.bank, self.owner = parameter, bank, owner
+        self.state: Sequence[Tensor] = ()
+        self.staged: Staged | None = None
+
+    def announce(self, token_ids: Tensor) -> None:
+        """Nothing: a step's rows are here before it begins."""
+
+    def table(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that are here [n, W], and the places of `rows` [T, J] among them."""
+        held = self.staged or self.owner.read(self, rows.unique())
+        wanted = rows.to(torch.int64)
+        places = torch.searchsorted(held.numbers, wanted, out_int32=True)
+        if rows.device.type == "cpu":
+            assert torch.equal(held.numbers[places], wanted), (
+                f"a step reads rows of bank {self.bank} that nobody foresaw"
+            )
+        return held.weights, places
+
+    def open(self, staged: Staged) -> None:
+        """Have a step read these rows."""
+        self.staged = staged
+        if self.parameter.requires_grad:
+            gradient = RowGradient(*staged.weights.shape)
+            for table in (self.parameter, staged.weights.requires_grad_()):
+                table.row_gradient = gradient  # type: ignore[attr-defined]
+
+
+class StoredTables:
+    """All tables of a rank that lie in files, and the thread that brings their rows."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """
+        Args:
+            folder: see `TableFiles`.
+            device: where the model computes.
+        """
+        self._files, self._device = TableFiles(folder), device
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._tables: dict[nn.Parameter, StoredTable] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tables")
+        self._ahead: tuple[range, Future[list[Staged]]] | None = None
+        self._writes: list[Future[None]] = []
+
+    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See `megamem.bank.TableHome`."""
+        return self._files.zeros(shape[0] * shape[1], dtype).view(shape)
+
+    def reader(self, table: nn.Parameter, bank: int) -> StoredTable:
+        """See `megamem.bank.TableHome`."""
+        return self._tables.setdefault(table, StoredTable(table, bank, self))
+
+    def zeros(self, num: int) -> Tensor:
+        """Room for a number in fp32 for each of so many rows."""
+        return self._files.zeros(num, torch.float32)
+
+    def of(self, table: nn.Parameter) -> StoredTable:
+        """The table that is this parameter."""
+        return self._tables[table]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of this rank."""
+        return self._files.num_bytes
+
+    @contextmanager
+    def step(self, rows_of: RowsOf, samples: range, following: range | None) -> Iterator[None]:
+        """Have the rows of a step's samples on the device within the block, and write those back that it updates.
+
+        Args:
+            rows_of: see `RowsOf`.
+            samples: numbers of the step's samples, over all ranks.
+            following: those of the next step, if there is one. Should it be another one, its rows are fetched when it
+                begins.
+        """
+        staged = self._rows_for(rows_of, samples)
+        if following is not None:
+            self._ahead = following, self._thread.submit(self._fetch_step, rows_of, following, staged)
+        for table, rows in zip(self._tables.values(), staged, strict=True):
+            table.open(rows)
+        try:
+            yield
+        finally:
+            for table in self._tables.values():
+                table.staged = None
+        self._writes += [
+            self._thread.submit(self._write, table, rows, *self._on_host(rows))
+            for table, rows in zip(self._tables.values(), staged, strict=True)
+            if rows.is_changed
+        ]
+
+    def settle(self) -> None:
+        """Wait until the files have all updates: before whole tables are read or written."""
+        for write in self._writes:
+            # Errors of the thread are raised here.
+            write.result()
+        self._writes.clear()
+        self._files.expect_all()
+
+    def forget(self) -> None:
+        """Fetch anew what was fetched ahead: the tables have been loaded."""
+        if self._ahead is not None:
+            self._ahead[1].result()
+            self._ahead = None
+        self._files.release()
+
+    def read(self, table: StoredTable, rows: Tensor) -> Staged:
+        """Rows of a table, each once and ascending, as the last step left them."""
+        found = self._thread.submit(self._fetch, table, rows.to(torch.int64), None).result()
+        self._files.release()
+        return self._here(found)
+
+    def _rows_for(self, rows_of: RowsOf, samples: range) -> list[Staged]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] != samples:
+            staged = self._thread.submit(self._fetch_step, rows_of, samples, None).result()
+        else:
+            staged = ahead[1].result()
+        while self._writes and self._writes[0].done():
+            self._writes.pop(0).result()
+        for rows in staged:
+            self._here(rows).catch_up()
+        return staged
+
+    def _here(self, staged: Staged) -> Staged:
+        """The same, used from now on by the stream that computes."""
+        if self._stream is not None:
+            for tensor in (staged.numbers, staged.weights, *staged.state, *(staged.shared or ())):
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+        return staged
+
+    @torch.no_grad()
+    def _fetch_step(self, rows_of: RowsOf, samples: range, beside: Sequence[Staged] | None) -> list[Staged]:
+        """Rows of all tables for a step, in a thread.
+
+        Args:
+            beside: of the step that may update some of them meanwhile.
+        """
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            found = rows_of(samples)
+            distinct = [found[table.bank].unique().to(torch.int64) for table in self._tables.values()]
+        fetched = [
+            self._fetch(table, rows, None if beside is None else beside[place])
+            for place, (table, rows) in enumerate(zip(self._tables.values(), distinct, strict=True))
+        ]
+        self._files.release()
+        return fetched
+
+    @torch.no_grad()
+    def _fetch(self, table: StoredTable, rows: Tensor, beside: Staged | None) -> Staged:
+        self._files.expect_rows()
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                rows = rows.cpu()
+        # A table is never without rows: kernels are asked for those of no token, too.
+        rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
+        held = [self._to_device(tensor.index_select(0, rows)) for tensor in (table.parameter.detach(), *table.state)]
+        staged = Staged(rows, self._to_device(rows), held[0], held[1:], before=beside)
+        if beside is not None:
+            places = torch.searchsorted(beside.rows, rows).clamp_(max=len(beside.rows) - 1)
+            here = (beside.rows[places] == rows).nonzero().squeeze(1)
+            staged.shared = self._to_device(here), self._to_device(places[here])
+        return staged
+
+    @torch.no_grad()
+    def _write(
+        self, table: StoredTable, staged: Staged, updated: Sequence[Tensor], copied: torch.cuda.Event | None
+    ) -> None:
+        """Write a step's rows back, in a thread."""
+        if copied is not None:
+            copied.synchronize()
+        for whole, rows in zip((table.parameter.detach(), *table.state), updated, strict=True):
+            whole.index_copy_(0, staged.rows, rows)
+        self._files.release()
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """In a thread, on its own stream, which is waited for: a step finds what is fetched there."""
+        if self._stream is None:
+            return tensor
+        with torch.cuda.stream(self._stream):
+            moved = tensor.pin_memory().to(self._device, non_blocking=True)
+        self._stream.synchronize()
+        return moved
+
+    def _on_host(self, staged: Staged) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """A step's rows as it leaves them, on their way to host memory, and the event of their arrival."""
+        held = [staged.weights.detach(), *staged.state]
+        if self._stream is None:
+            return held, None
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in held]
+        for copy, tensor in zip(copies, held, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return copies, copied
+
+
+def stored_tables_of(chunks: Iterable[MemoryGPTModel]) -> StoredTables | None:
+    """The tables of a rank's bare chunks that lie in files; None if they do not."""
+    for chunk in chunks:
+        for bank in chunk.own_banks:
+            if isinstance(bank.fetched, StoredTable):
+                return bank.fetched.owner
+    return None

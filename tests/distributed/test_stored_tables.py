@@ -1,0 +1,250 @@
+"""Tables in files train as tables on the device do, to the bit: losses, norms, weights and state."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_layouts import shards
+from test_read_rows import MODELS, Trained, config_of, differences
+from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
+
+from megamem.documents import document_positions
+from megamem.families.engram.config import EngramConfig
+from parallel.groups import ParallelGroups
+from parallel.rank_errors import RankError
+from pretrain.config.schema import CheckpointConfig, RunConfig
+from pretrain.config.validate import validate
+from pretrain.engine.step import evaluation_loss
+from pretrain.engine.stored_tables import Staged, StoredTable, StoredTables
+from pretrain.errors import ConfigError
+
+NUM_STEPS = 4
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple")),
+    "one rank, two microbatches, recomputed": (
+        1,
+        {"micro_batch_size": 2, "recompute": "full"},
+        ("engram, documents apart",),
+    ),
+    "pipeline 2 x virtual 2 x memory 2": (
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1},
+        ("engram",),
+    ),
+    "tensor 2 x context 2 x memory 4": (
+        4,
+        {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
+        ("engram, ple",),
+    ),
+}
+
+
+class Samples:
+    """Samples of random tokens, by number; the third step's have no finite loss."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._length, self._separate = config.train.sequence_length, config.data.documents == "separate"
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, VOCAB_SIZE, (self._length + 1,), generator=generator)
+        # One id in eight ends a document, or none does.
+        ends = (ids[:-1] % 8 == 0).long() if self._separate else torch.zeros_like(ids[:-1])
+        return {
+            "tokens": ids[:-1],
+            "labels": ids[1:],
+            "loss_mask": torch.full((self._length,), math.nan if number in range(8, 12) else 1.0),
+            "position_ids": document_positions(ends, eod=1),
+        }
+
+
+def on_samples(config: RunConfig, groups: ParallelGroups) -> TinyRun:
+    """A run on samples that can be read by their numbers, as those of data sets."""
+    run = build(config, groups)
+    run.run.train_data = Samples(config)  # type: ignore[assignment]
+    run.batches = run.run.batches()
+    return run
+
+
+def config_for(kind: str, precision: Literal["fp32", "bf16"]) -> RunConfig:
+    kind, _, documents = kind.partition(", documents ")
+    config = config_of(MODELS[kind], "rows", precision)
+    return replace(config, data=replace(config.data, documents="separate")) if documents else config
+
+
+def in_files(config: RunConfig, folder: Path) -> RunConfig:
+    return replace(config, optimizer=replace(config.optimizer, table_folder=str(folder)))
+
+
+def trained(run: TinyRun, num_steps: int, behind: Callable[[], object] = lambda: None) -> Trained:
+    """A run's results of some more steps: what each says, with what is called behind it."""
+    steps = [(*run.train(1), behind()) for _ in range(num_steps)]
+    entries = run.optimizer.sharded_state_dict([chunk.sharded_state_dict() for chunk in run.bare])
+    state = {key: entry.data.clone() for key, entry in entries.items() if ".row_" in key}
+    # Losses that are not numbers are none the less alike.
+    return Trained([str(step) for step in steps], {shard.key: shard.data.clone() for shard in shards(run.bare)}, state)
+
+
+def with_evaluations(config: RunConfig, groups: ParallelGroups) -> Trained:
+    """Results of all steps, of which the third has no update, and of a loss without gradients behind each."""
+    run = on_samples(config, groups)
+    from_the_start = iter([run.run.batches() for _ in range(NUM_STEPS)])
+
+    def evaluated() -> float:
+        sizes = (run.run.num_microbatches, config.train.micro_batch_size, config.train.sequence_length)
+        names = ("num_microbatches", "micro_batch_size", "sequence_length")
+        return evaluation_loss(run.chunks, next(from_the_start), groups, **dict(zip(names, sizes, strict=True))).mean
+
+    return trained(run, NUM_STEPS, evaluated)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_tables_in_files_train_as_tables_on_the_device(run_ranks: Any, tmp_path: Path, num_ranks: int) -> None:
+    def main() -> dict[str, Any]:
+        found = {}
+        for layout, (size, axes, kinds) in LAYOUTS.items():
+            for number, kind in enumerate(kinds) if size == num_ranks else ():
+                config = on(config_for(kind, "fp32" if number else "bf16"), **axes)
+                stored = in_files(config, tmp_path)
+                validate(stored, num_ranks)
+                with joined(config) as groups:
+                    device, files = with_evaluations(config, groups), with_evaluations(stored, groups)
+                found[f"{layout}, {kind}"] = differences(device, files), len(set(device.steps))
+        return found
+
+    for by_case in run_ranks(main, num_ranks):
+        assert by_case
+        assert all(case == ([], NUM_STEPS) for case in by_case.values()), by_case
+    # Files have no names.
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_killed_while_it_writes_back_loses_nothing_that_a_checkpoint_has(run_ranks: Any, tmp_path: Path) -> None:
+    """Half of the rows of step 4 are written when the rank dies; from step 2 the run goes on in files, and on a device."""
+    device = config_for("engram", "bf16")
+    stored = in_files(device, tmp_path / "tables")
+
+    def killed() -> None:
+        with joined(stored) as groups:
+            run = on_samples(stored, groups)
+            run.train(2)
+            run.save(tmp_path)
+            run.train(1)
+            write = StoredTables._write
+
+            def half(self: StoredTables, table: StoredTable, staged: Staged, updated: Any, copied: None) -> None:
+                num = len(staged.rows) // 2
+                write(self, table, replace(staged, rows=staged.rows[:num]), [rows[:num] for rows in updated], copied)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            with patch.object(StoredTables, "_write", half):
+                run.train(2)
+
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        run_ranks(killed, 1)
+    assert not list((tmp_path / "tables").iterdir())
+
+    def resumed() -> list[list[str]]:
+        with joined(device) as groups:
+            straight = on_samples(device, groups)
+            straight.train(2)
+            expected, found = trained(straight, 2), []
+            for config in (device, stored):
+                run = on_samples(config, groups)
+                run.resume(tmp_path / "step_00000002")
+                found.append(differences(expected, trained(run, 2)))
+            # Once more, as after a spike: what was fetched meanwhile is of no use.
+            run.resume(tmp_path / "step_00000002")
+            run.batches = run.run.batches()
+            return [*found, differences(expected, trained(run, 2))]
+
+    assert run_ranks(resumed, 1) == [[[], [], []]]
+
+
+def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_path: Path) -> None:
+    """Under a limit of what a process may hold of its own, which leaves no room for the table on the device."""
+    model = MODELS["engram"]
+    assert isinstance(model.memory, EngramConfig)
+    memory = replace(model.memory, rows_per_head=1 << 18, value_dim=32)
+    device = config_of(replace(model, memory=memory), "rows", "bf16")
+    stored = in_files(device, tmp_path)
+    half_of_tables = sum(32 * bank.num_rows for bank in device.model.memory_plan.banks)
+
+    def digest(run: TinyRun) -> list[str]:
+        steps = [str(run.train(2))]
+        for bank in run.bare[0].own_banks:
+            data = bank.get_parameter("values").detach().view(torch.uint8).numpy()
+            steps.append(hashlib.sha256(data.data).hexdigest())
+        return steps
+
+    def main() -> list[list[str]]:
+        with joined(device) as groups:
+            expected = digest(on_samples(device, groups))
+            gc.collect()
+            unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (held("VmData") + half_of_tables, unlimited[1]))
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                on_samples(device, groups)
+            run = on_samples(stored, groups)
+            found = digest(run)
+            run.save(tmp_path)
+            resource.setrlimit(resource.RLIMIT_DATA, unlimited)
+        return [expected, found]
+
+    ((expected, found),) = run_ranks(main, 1)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": MODELS["shared"]}, ("model.memory.kind is ultramem_v2", "those of engram are")),
+        ({"checkpoint": CheckpointConfig(asynchronous=True)}, ("checkpoint.asynchronous: false",)),
+    ],
+    ids=["retrieval", "asynchronous"],
+)
+def test_what_cannot_lie_in_files_is_refused(change: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    config = replace(config_for("engram", "fp32"), **change)
+    validate(config, 1)
+    with pytest.raises(ConfigError) as refused:
+        validate(in_files(config, tmp_path), 1)
+    assert all(word in str(refused.value) for word in (f"optimizer.table_folder is '{tmp_path}'", *words))
+
+
+def test_a_disk_without_room_is_named_before_the_first_step(run_ranks: Any, tmp_path: Path) -> None:
+    """As a limit of a file's size says it, for a table of 1 TB."""
+    (tmp_path / "file").touch()
+
+    def main() -> list[str]:
+        found = []
+        with joined(config_for("engram", "fp32")):
+            for folder, num in ((tmp_path / "new", 1 << 38), (tmp_path / "file", 1)):
+                with pytest.raises(ConfigError) as refused:
+                    StoredTables(folder, torch.device("cpu")).zeros(num)
+                found.append(str(refused.value))
+        return found
+
+    ((without_room, no_folder),) = run_ranks(main, 1)
+    assert f"table_folder is '{tmp_path / 'new'}', and a table of 1.1e+03 GB cannot be made there" in without_room
+    assert "File exists" in no_folder or "Not a directory" in no_folder
+
+
+def held(what: str) -> int:
+    """Bytes that this process holds, by a line of Linux's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
