@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common.rounding import Rounding, round_stochastically
+from kernels.common.rounding import Rounding
+
+_WORD = 2**32 - 1
+_GOLDEN_GAMMA = 0x9E3779B9
 
 
 def segment_accumulate(
@@ -35,10 +38,9 @@ def segment_accumulate(
     if rounding is not None:
         sums = accumulator.float()
         segment_accumulate(sums, ids, coef, vec, bins)
-        rows = torch.tensor([row for row in range(len(sums)) if (ids == row).any()], dtype=torch.int64)
-        rounded = accumulator[rows]
-        round_stochastically(sums[rows], rounded, rounding, rows)
-        accumulator[rows] = rounded
+        for row in range(len(sums)):
+            if (ids == row).any():
+                accumulator[row] = _rounded(sums[row], row, rounding)
         return
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):
@@ -48,3 +50,25 @@ def segment_accumulate(
                 continue
             row = vectors[0 if bins is None else bins[t, j]]
             accumulator[ids[t, j]] += (coef[t, j].to(accumulator.dtype).unsqueeze(1) * row).flatten()
+
+
+def _rounded(sums: Tensor, row: int, rounding: Rounding) -> Tensor:
+    """A row [W] in bf16: the lower half of each word is dropped behind the addition of as many random bits."""
+    row += rounding.first_row
+    of_row = _mixed((row >> 32) * _GOLDEN_GAMMA ^ row ^ rounding.key >> 32)
+    of_row = _mixed(of_row + rounding.key)
+    halves = []
+    for column, word in enumerate(sums.view(torch.int32).tolist(), rounding.first_column):
+        is_finite = word >> 23 & 0xFF != 0xFF
+        random = _mixed(of_row ^ column * _GOLDEN_GAMMA) >> 16 if is_finite else 0
+        halves.append((word + random & _WORD) >> 16)
+    # Numbers from 2^15 on stand for negative ones.
+    return torch.tensor(halves, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def _mixed(x: int) -> int:
+    """A bijection of words of 32 bits (Wellons' lowbias32)."""
+    x &= _WORD
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    x = (x ^ x >> 15) * 0x846CA68B & _WORD
+    return x ^ x >> 16

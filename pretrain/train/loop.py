@@ -14,10 +14,8 @@ from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
 from pretrain.config.schedule import apply_schedule, group_settings
 from pretrain.config.updates import MUON
-from pretrain.engine.build import unwrap
 from pretrain.engine.nonfinite import in_words
 from pretrain.engine.step import Batch, StepResult, train_step
-from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import Incident, now
 from pretrain.run.stop import StopRequest
@@ -79,7 +77,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     started = time.perf_counter()
     seed_step(config.seed, run.state.step)
     apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
-    stored = stored_tables_of(unwrap(chunk) for chunk in run.chunks)
+    stored = run.stored_tables
     with nullcontext() if stored is None else stored.step(run.rows_read, run.samples, run.following_samples):
         result = train_step(
             run.chunks,

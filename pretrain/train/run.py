@@ -22,6 +22,7 @@ from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.loader import to_yaml
 from pretrain.config.position import batch_size_of_run, check_position, position_in_data, samples_to_come
 from pretrain.config.schema import RunConfig
+from pretrain.config.updates import keeps_files
 from pretrain.data.blend import model_vocab_size, open_blend
 from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
@@ -30,7 +31,7 @@ from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
-from pretrain.engine.stored_tables import stored_tables_of
+from pretrain.engine.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.planning.costs.formulas import training_flops_per_token
@@ -99,6 +100,13 @@ class Run:
         first = self.samples.stop
         return range(first, first + batch_size_of_run(train, self.config.stage, after))
 
+    @property
+    def stored_tables(self) -> StoredTables | None:
+        """The tables of this rank that lie in files (`optimizer.table_folder`); None: they are on the device."""
+        if not keeps_files(self.config.optimizer):
+            return None
+        return stored_tables_of(unwrap(chunk) for chunk in self.chunks)
+
     def rows_read(self, samples: range) -> dict[int, torch.Tensor]:
         """Rows of this rank's banks, by index, that samples read, of families of which tokens say so."""
         read = [self.train_data[number] for number in samples]
@@ -129,8 +137,8 @@ class Run:
     def complete_weights(self) -> None:
         """Complete the weights, before anybody but a forward pass reads them. Collective."""
         complete_weights(self.chunks)
-        if (stored := stored_tables_of(unwrap(chunk) for chunk in self.chunks)) is not None:
-            stored.settle()
+        if self.stored_tables is not None:
+            self.stored_tables.settle()
 
     def save(self) -> None:
         """Write a checkpoint, or begin to (`checkpoint.asynchronous`), unless this step has one. Collective."""

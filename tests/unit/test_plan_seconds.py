@@ -12,6 +12,7 @@ import pytest
 from kernels.common.tiles import accumulate_instructions
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
+from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
@@ -229,11 +230,23 @@ def test_pieces_add_up_to_all_that_is_trained() -> None:
         for stage in stages_of(config):
             found = list(pieces_of(config, stage, division, H100))
             assert all(0 <= piece.chunk < len(stage.chunks) for piece in found), path
-            for kind, weights, replicas, stride in (
-                (T, trained_tables(config, stage), division.table_replicas, config.parallel.memory),
-                (D, trained_dense(config, stage), division.replicas * config.parallel.context, config.parallel.tensor),
+            for kind, weights, replicas, stride, size in (
+                (
+                    T,
+                    trained_tables(config, stage),
+                    division.table_replicas,
+                    config.parallel.memory,
+                    table_gradient_bytes(config.optimizer),
+                ),
+                (
+                    D,
+                    trained_dense(config, stage),
+                    division.replicas * config.parallel.context,
+                    config.parallel.tensor,
+                    4,
+                ),
             ):
-                whole = ring_s(4 * weights, replicas, stride, H100)
+                whole = ring_s(size * weights, replicas, stride, H100)
                 assert sum(piece.reduce_s for piece in found if piece.kind == kind) == pytest.approx(whole), path
 
 
