@@ -38,9 +38,9 @@ def segment_accumulate(
     if rounding is not None:
         sums = accumulator.float()
         segment_accumulate(sums, ids, coef, vec, bins)
-        for row in range(len(sums)):
-            if (ids == row).any():
-                accumulator[row] = _rounded(sums[row], row, rounding)
+        for number in range(len(sums)):
+            if (ids == number).any():
+                accumulator[number] = _rounded(sums[number], number, rounding)
         return
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):
