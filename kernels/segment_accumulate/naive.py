@@ -58,6 +58,7 @@ def _rounded(sums: Tensor, row: int, rounding: Rounding) -> Tensor:
     of_row = _mixed((row >> 32) * _GOLDEN_GAMMA ^ row ^ rounding.key >> 32)
     of_row = _mixed(of_row + rounding.key)
     halves = []
+    # Host sync: a reference counts in Python's whole numbers.
     for column, word in enumerate(sums.view(torch.int32).tolist(), rounding.first_column):
         is_finite = word >> 23 & 0xFF != 0xFF
         random = _mixed(of_row ^ column * _GOLDEN_GAMMA) >> 16 if is_finite else 0
