@@ -6,7 +6,7 @@ Legend: W columns of a table, B bytes of a row's record: its scale, then codes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from megamem.token_tables.codec import QuantisedRows
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
 
-# Elements that are wide at a time.
+# Elements of a source that are read at a time.
 _ELEMENTS_AT_A_TIME = 2**20
 _TABLE = re.compile(r"model\.banks\.\d+\.\w+")
 
@@ -52,14 +52,7 @@ class QuantisedTables:
         codec = self._codecs.get(region.name)
         if codec is None:
             return self._source.read(region)
-        (first, column), (rows, columns) = region.offset, region.shape
-        out = torch.empty(rows, columns, dtype=torch.uint8)
-        at_once = max(1, _ELEMENTS_AT_A_TIME // codec.width)
-        for start in range(0, rows, at_once):
-            count = min(at_once, rows - start)
-            plain = self._source.read(Region(region.name, (first + start, 0), (count, codec.width)))
-            out[start : start + count] = codec.encode(first + start, plain)[:, column : column + columns]
-        return out
+        return _converted(self._source, region, codec.width, torch.uint8, codec.encode)
 
 
 class RestoredTables:
@@ -88,12 +81,32 @@ class RestoredTables:
         codec = self._codecs.get(region.name)
         if codec is None:
             return self._source.read(region)
-        (first, column), (rows, columns) = region.offset, region.shape
-        out = torch.empty(rows, columns, dtype=codec.dtype)
-        at_once = max(1, _ELEMENTS_AT_A_TIME // codec.width)
-        for start in range(0, rows, at_once):
-            count = min(at_once, rows - start)
-            records = self._source.read(Region(region.name, (first + start, 0), (count, codec.record_bytes)))
-            numbers = torch.arange(first + start, first + start + count)
-            out[start : start + count] = codec.decode(numbers, records)[:, column : column + columns]
-        return out
+
+        def decode(first_row: int, records: Tensor) -> Tensor:
+            return codec.decode(torch.arange(first_row, first_row + len(records)), records)
+
+        return _converted(self._source, region, codec.record_bytes, codec.dtype, decode)
+
+
+def _converted(
+    source: TensorReader,
+    region: Region,
+    whole_width: int,
+    dtype: torch.dtype,
+    convert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """A region of a table whose rows are made of whole rows of `source`, a few of them at a time.
+
+    Args:
+        whole_width: of a row in `source`.
+        dtype: of what is made.
+        convert: the rows that are made of some, and of the number of the first of these.
+    """
+    (first, column), (rows, columns) = region.offset, region.shape
+    out = torch.empty(rows, columns, dtype=dtype)
+    at_once = max(1, _ELEMENTS_AT_A_TIME // whole_width)
+    for start in range(0, rows, at_once):
+        part = out[start : start + at_once]
+        whole = source.read(Region(region.name, (first + start, 0), (len(part), whole_width)))
+        part.copy_(convert(first + start, whole)[:, column : column + columns])
+    return out
