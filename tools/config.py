@@ -25,12 +25,12 @@ from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.stages import StageEntry, load_config, load_stages, read_run, stage_called, to_entries
-from pretrain.config.updates import keeps_rows, table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from pretrain.planning.costs.held import DENSE_GRADIENT_BYTES, HeldBytes, held_bytes
+from pretrain.planning.costs.held import HeldBytes, held_bytes
 from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
@@ -347,13 +347,11 @@ def _bytes_section(config: RunConfig) -> Section:
     """Bytes that training takes per parameter, by what updates it, before ranks share the state."""
     weight, optimizer = config.train.element_bytes, config.optimizer
     others = dense_state(config)
-    parts = {"other weights": (DENSE_GRADIENT_BYTES, others)}
+    parts = {"other weights": (GRADIENT_BYTES, others)}
     if saved := matrix_saving(config):
-        parts = {"hidden matrices": (DENSE_GRADIENT_BYTES, others - saved), **parts}
+        parts = {"hidden matrices": (GRADIENT_BYTES, others - saved), **parts}
     if config.model.memory is not None:
-        # Of rows that a step reads gradients come and go.
-        gradient = 0 if keeps_rows(optimizer) else table_gradient_bytes(optimizer)
-        parts = {"tables": (gradient, table_state(config)), **parts}
+        parts = {"tables": (held_table_gradient_bytes(optimizer), table_state(config)), **parts}
     lines = [
         f"{name}: {weight} + {gradient} + {state:.4g} = {weight + gradient + state:.4g}"
         for name, (gradient, state) in parts.items()

@@ -101,8 +101,8 @@ def table_gradient(
     """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
-    nothing, and DDP's hook still fires. Rows of a bf16 one are rounded stochastically (`table.roundings`). It may be added on a stream of its own (`table.gradient_stream`), which whoever
-    reads it waits for. Where the table has a `row_gradient`, that keeps the lookup, and autograd gets nothing. Otherwise
+    nothing, and DDP's hook still fires. Rows of a bf16 one are rounded stochastically (`table.roundings`). It may be added
+    on a stream of its own (`table.gradient_stream`), which whoever reads it waits for. Where the table has a `row_gradient`, that keeps the lookup, and autograd gets nothing. Otherwise
     it is the dense gradient.
 
     Args:

@@ -84,13 +84,8 @@ def accumulate_tile(width: int) -> Tile:
 
 def accumulate_instructions(width: int, *, rounded: bool = False) -> float:
     """Instructions of warps that `segment_accumulate` issues per entry, for a column group of this width."""
-    tile = accumulate_tile(width)
-    return (
-        (_ROUNDED_STEP if rounded else _ACCUMULATE_STEP)
-        * tile.num_warps
-        * tile.column_tiles(width)
-        / (ACCUMULATE_AHEAD * tile.entries)
-    )
+    tile, step = accumulate_tile(width), _ROUNDED_STEP if rounded else _ACCUMULATE_STEP
+    return step * tile.num_warps * tile.column_tiles(width) / (ACCUMULATE_AHEAD * tile.entries)
 
 
 def slots_per_run(num_slots: int) -> int:

@@ -19,6 +19,8 @@ STATE_PREFIX = "optimizer.state."
 """Checkpoints have what an update keeps as `optimizer.state.<name>.<parameter>`, main weights as `param`."""
 
 MAIN_WEIGHT_BYTES = 4
+GRADIENT_BYTES = 4
+"""Per element of a gradient, but for those of tables that are in bf16 or rows."""
 _STATE_BYTES = 4
 
 
@@ -90,7 +92,12 @@ def has_bf16_gradients(settings: OptimizerConfig) -> bool:
 
 def table_gradient_bytes(settings: OptimizerConfig) -> int:
     """Bytes per element of a gradient in a table's shape."""
-    return 2 if has_bf16_gradients(settings) else 4
+    return 2 if has_bf16_gradients(settings) else GRADIENT_BYTES
+
+
+def held_table_gradient_bytes(settings: OptimizerConfig) -> int:
+    """Bytes of gradient per element of a table, between steps: gradients of rows come and go."""
+    return 0 if keeps_rows(settings) else table_gradient_bytes(settings)
 
 
 def keeps_files(settings: OptimizerConfig) -> bool:

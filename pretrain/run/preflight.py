@@ -16,7 +16,7 @@ from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import stage_of_step, stands_at
-from pretrain.config.updates import keeps_files, keeps_rows, table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes, keeps_files
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
 from pretrain.data.manifest import PreparedDataset
@@ -27,8 +27,6 @@ from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable
 from pretrain.run.trained_data import check_trained_data
-
-_BYTES_OF_GRADIENT = 4
 
 
 def check_stages(
@@ -155,12 +153,13 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
     layout = config.parallel
     replicas = max(1, num_ranks // (layout.tensor * layout.pipeline * layout.context))
     backbone = counts.total - counts.tables
-    weight_and_gradient = config.train.element_bytes + _BYTES_OF_GRADIENT
+    weight_and_gradient = config.train.element_bytes + GRADIENT_BYTES
     needed = backbone * (replicas * weight_and_gradient + dense_state(config))
     needed -= saved_by_matrices(config)
-    of_table = 0 if keeps_rows(config.optimizer) else table_gradient_bytes(config.optimizer)
     if not keeps_files(config.optimizer):
-        needed += counts.tables * (config.train.element_bytes + of_table + table_state(config))
+        needed += counts.tables * (
+            config.train.element_bytes + held_table_gradient_bytes(config.optimizer) + table_state(config)
+        )
     available = machine_memory_bytes()
     if needed > available:
         raise ConfigError(

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.read_rows import has_files, has_read_rows
+from pretrain.planning.costs.read_rows import has_files
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
-
-DENSE_GRADIENT_BYTES = 4
-"""Bytes per element of gradients of all that is no table."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,8 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
         with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
         stepped, stepped_tables = dense + experts, tables
-    # A step's gradients of rows that it reads come and go.
-    of_tables = 0 if has_read_rows(config) else table_gradient_bytes(config.optimizer)
-    less = (DENSE_GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
+    of_tables = held_table_gradient_bytes(config.optimizer)
+    less = (GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
     files = 0.0
     if has_files(config):
@@ -77,5 +73,5 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         files += stepped_tables * table_state(config) / num_ranks
     elif config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
-    device = per_rank * train.element_bytes + with_gradients * DENSE_GRADIENT_BYTES - less
+    device = per_rank * train.element_bytes + with_gradients * GRADIENT_BYTES - less
     return HeldBytes(device, state / num_ranks, files)

@@ -20,7 +20,7 @@ from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, table_gradient_bytes
+from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
@@ -69,7 +69,6 @@ STATE_PARTS = (
 )
 """Parts that are held from the first step to the last; the rest comes and goes within a step."""
 
-_GRADIENT = 4
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""
 ITEM_BYTES = 1 << 26
@@ -204,7 +203,7 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
-        MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
+        MemoryPart.GRADIENTS: dense_trained * GRADIENT_BYTES,
         MemoryPart.TABLE_GRADIENTS: _table_gradients(config, stage, division, tables_trained),
         MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
         MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory / division.table_replicas - saved_tables,
@@ -215,9 +214,9 @@ def _table_gradients(config: RunConfig, stage: Stage, division: Division, traine
     """Bytes of the gradients of tables and experts, of which a rank has `trained` elements."""
     experts = stage.trained.experts / config.parallel.memory
     if not has_read_rows(config):
-        return experts * _GRADIENT + (trained - experts) * table_gradient_bytes(config.optimizer)
+        return experts * GRADIENT_BYTES + (trained - experts) * table_gradient_bytes(config.optimizer)
     kept = gradients_under_way(config, stage, division.rank_tokens).get(MemoryPart.EXCHANGE, 0.0)
-    return experts * _GRADIENT + kept_bytes(stage, division, kept)
+    return experts * GRADIENT_BYTES + kept_bytes(stage, division, kept)
 
 
 def _in_files(config: RunConfig, stage: Stage) -> float:
@@ -235,7 +234,7 @@ def _host(config: RunConfig, stage: Stage, division: Division, *, on_gpu: bool) 
     if config.optimizer.value_offload == "none":
         return 0.0
     owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
-    window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
+    window = 2 * min(owned, WINDOW_ELEMENTS) * (GRADIENT_BYTES + config.train.element_bytes)
     return (MAIN_WEIGHT_BYTES + ADAMW.element_bytes(MAIN_WEIGHT_BYTES)) * owned + window
 
 

@@ -17,7 +17,7 @@ from enum import Enum
 from megamem.memory_config import Scoring
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.memory import trained_dense
 from pretrain.planning.costs.stages import Division, Stage
@@ -81,7 +81,7 @@ def pieces_of(config: RunConfig, stage: Stage, division: Division, hardware: Har
     """Pieces of a stage, in the order in which forward needs them."""
     layout, element = config.parallel, config.train.element_bytes
 
-    def piece(kind: Weights, weights: float, chunk: int, below: float, gradient: int = 4) -> Piece:
+    def piece(kind: Weights, weights: float, chunk: int, below: float, gradient: int = GRADIENT_BYTES) -> Piece:
         replicas, stride = (division.table_replicas, layout.memory)
         if kind == Weights.DENSE:
             replicas, stride = division.replicas * layout.context, layout.tensor

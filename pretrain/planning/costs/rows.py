@@ -24,7 +24,7 @@ from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
 from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Stage
 
@@ -164,7 +164,13 @@ def _backward(
 
 
 def accumulate_s(
-    num_entries: float, num_rows: int, width: int, num_groups: int, hardware: Hardware, *, gradient_bytes: int = 4
+    num_entries: float,
+    num_rows: int,
+    width: int,
+    num_groups: int,
+    hardware: Hardware,
+    *,
+    gradient_bytes: int = GRADIENT_BYTES,
 ) -> float:
     """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
     longer.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
+from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
@@ -19,7 +19,6 @@ from pretrain.planning.costs.read_rows import has_read_rows, most_rows
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
 
-_GRADIENT = 4
 _ROW_SUM = 4
 
 
@@ -61,8 +60,8 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     hidden = division.rank_tokens * config.model.hidden_size * element
     # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
     crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
-    width = _GRADIENT + element
-    saved = (_GRADIENT - table_gradient_bytes(config.optimizer)) * stage.trained.table_elements / layout.memory
+    width = GRADIENT_BYTES + element
+    saved = (GRADIENT_BYTES - table_gradient_bytes(config.optimizer)) * stage.trained.table_elements / layout.memory
 
     # The group in which hidden states look back: that of the one axis that cuts sequences, or that of both.
     halo = halo_bytes(config, stage)
@@ -82,7 +81,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         + _row_sums(config, stage, division),
         dense=ring(width * trained_dense(config, stage), division.replicas * layout.context),
         matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
-        copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
+        copies=2 * (layout.pipeline - 1) * GRADIENT_BYTES * copied_elements(config.model) / num_ranks,
     )
 
 
@@ -180,4 +179,4 @@ def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
     """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token."""
     size = config.parallel.tensor
     of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
-    return 2 * (size - 1) / size * (_GRADIENT * stage.trained.whole + of_loss)
+    return 2 * (size - 1) / size * (GRADIENT_BYTES * stage.trained.whole + of_loss)

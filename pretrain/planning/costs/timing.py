@@ -20,6 +20,7 @@ from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import (
+    GRADIENT_BYTES,
     MUON,
     ROW_WISE,
     matrix_update,
@@ -419,7 +420,7 @@ def _after_backward(
             if has_read_rows(config):
                 tables = read_elements(config, stage, division)
             updated += (table_step_bytes(config) - 28 - element) * tables
-        gradient = table_gradient_bytes(config.optimizer) if part == TimePart.MEMORY_UPDATE else 4
+        gradient = table_gradient_bytes(config.optimizer) if part == TimePart.MEMORY_UPDATE else GRADIENT_BYTES
         moved = gradient * weights + 3 * gradient * owned + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s
         parts[part] += _orthogonalisation_s(
