@@ -15,24 +15,12 @@ import numpy as np
 import pytest
 import torch
 from exported import export, write_safetensors
-from tiny_runs import MEMORY, SHARED, build_chunks, joined
+from huggingface_models import BASE, HIDDEN, MODELS, TOKEN_MAP, VOCAB_SIZE
+from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
-from megamem.families.lave.config import LaveConfig
-from megamem.families.linear_memory.config import LinearConfig
-from megamem.families.memory_plus.config import MemoryPlusConfig
-from megamem.families.midus.config import MidusConfig
-from megamem.families.move.config import MoveConfig
-from megamem.families.peer.config import PeerConfig
-from megamem.families.pkm.config import PkmConfig
-from megamem.families.tide.config import TideConfig
-from megamem.families.ultramem.config import UltraMemConfig
-from megamem.rotary_config import RotaryScalingConfig
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
@@ -45,152 +33,6 @@ from tools.maintenance.served_tables import grow
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 
-VOCAB_SIZE = ByteTokenizer.vocab_size
-HIDDEN = SHARED.model.hidden_size
-GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
-HEADS: Any = {"num_heads": 4, "num_keys": 9, "top_k": 3, "value_dim": 16}
-LINEAR: Any = {"num_heads": 2, "num_rows": 50, "key_dim": 6, "top_k": 5, "value_dim": HIDDEN}
-INSERTED = PlacementConfig(blocks=(0, 2), position="inserted")
-PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
-V2 = replace(MEMORY, top_k=6)
-NGRAMS: Any = {"heads_per_order": 2, "rows_per_head": 40, "value_dim": 6, "vocab_size": VOCAB_SIZE, "boundary_id": 7}
-MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
-TOKEN_MAP = "to_50_ids.npy"
-BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
-LATENT = replace(BASE, num_query_groups=None, latent_attention=LatentAttentionConfig(12, 4))
-MODELS: dict[str, ModelConfig] = {
-    "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
-    "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
-    "dense, yarn, as llama": replace(
-        BASE,
-        qk_norm=False,
-        rotary_scaling=RotaryScalingConfig("yarn", factor=6.0, original_length=8, beta_fast=1.2, beta_slow=0.1),
-    ),
-    "moe, llama3": replace(BASE, moe=MOE, rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8)),
-    "v2, yarn": replace(
-        BASE,
-        memory=V2,
-        rotary_scaling=RotaryScalingConfig("yarn", factor=6.0, original_length=8, beta_fast=1.2, beta_slow=0.1),
-    ),
-    "v2, linear": replace(BASE, memory=V2, rotary_scaling=RotaryScalingConfig("linear", factor=6.0)),
-    "v2, ntk": replace(BASE, memory=V2, rotary_scaling=RotaryScalingConfig("ntk", factor=6.0)),
-    "moe": replace(BASE, moe=MOE),
-    "moe, renormalised, no qk_norm": replace(BASE, moe=replace(MOE, renormalise=True), qk_norm=False),
-    "v2": replace(BASE, memory=V2),
-    "v2, untied, all heads": replace(BASE, memory=V2, tied_embeddings=False, num_query_groups=None, qk_norm=False),
-    "v2, blocks of layers": replace(BASE, memory=replace(V2, sharing=SharingConfig("block", 2))),
-    "v2, ring, gelu": replace(
-        BASE, memory=replace(V2, sharing=SharingConfig("ring", 3), pre_value_activation="gelu", num_heads=2)
-    ),
-    "v2, permutation, no pre-values": replace(BASE, memory=replace(V2, shuffle="table", pre_value_dim=0)),
-    "v2, expanded, projected, one core": replace(
-        BASE, memory=replace(V2, key_expansion=2, value_blocks="projected", num_cores=1, tucker_rank=3, num_heads=2)
-    ),
-    "v2, one query, no shuffle, few rows": replace(
-        BASE, memory=replace(V2, query="single", shuffle="none", row_top_k_limit=3)
-    ),
-    "v2 beside experts": replace(BASE, memory=V2, moe=MOE),
-    "v2 instead of feed-forwards": replace(
-        BASE, memory=replace(V2, placement=PlacementConfig(blocks=(1, 2), position="instead"))
-    ),
-    "ultramem, skipping and overlapping": replace(
-        BASE,
-        memory=UltraMemConfig(
-            num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2/1:1/2:3")
-        ),
-    ),
-    "memory_plus": replace(BASE, memory=replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all"))),
-    "pkm": replace(BASE, memory=PkmConfig(value_dim=HIDDEN, **GRID)),
-    "pkm, projected": replace(BASE, memory=PkmConfig(value_dim=16, value_projection=True, query_norm=False, **GRID)),
-    "midus": replace(
-        BASE,
-        num_layers=5,
-        memory=MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=16, placement=PlacementConfig(blocks=(0, 3))),
-    ),
-    "midus, llama3, all heads, no qk_norm": replace(
-        BASE,
-        num_query_groups=None,
-        qk_norm=False,
-        tied_embeddings=False,
-        rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8),
-        memory=MidusConfig(num_heads=4, num_keys=6, top_k=4, value_dim=8, placement=PlacementConfig(blocks=(2,))),
-    ),
-    "midus, stream and heads, LayerNorm before attention and of queries": replace(
-        BASE,
-        memory=MidusConfig(
-            **HEADS,
-            query_from="stream_and_heads",
-            query_norm="layer",
-            placement=PlacementConfig(blocks=(1, 2), norm="layer"),
-        ),
-    ),
-    "midus, projected, moe": replace(
-        BASE, moe=MOE, memory=MidusConfig(**HEADS, query_from="projected", placement=PlacementConfig(blocks=(1,)))
-    ),
-    "linear_memory, inserted": replace(BASE, memory=LinearConfig(**LINEAR, placement=INSERTED)),
-    "linear_memory": replace(BASE, memory=LinearConfig(**LINEAR)),
-    "pkm, inserted": replace(BASE, memory=PkmConfig(value_dim=HIDDEN, placement=INSERTED, **GRID)),
-    "memory_plus, inserted, LayerNorm": replace(
-        BASE, memory=replace(PRODUCT, biases=True, placement=replace(INSERTED, norm="layer"))
-    ),
-    "ultramem, inserted, queries per head": replace(
-        BASE, memory=UltraMemConfig(value_dim=16, queries_per_head=True, placement=INSERTED, **GRID)
-    ),
-    "ultramem, queries of three heads": replace(
-        BASE, memory=UltraMemConfig(value_dim=16, queries_per_head=True, **{**GRID, "num_heads": 3})
-    ),
-    "v2, inserted": replace(BASE, memory=replace(V2, pre_value_dim=0, placement=INSERTED)),
-    "engram": replace(
-        BASE,
-        memory=EngramConfig(
-            **NGRAMS, token_map=TOKEN_MAP, compressed_vocab_size=50, placement=PlacementConfig(blocks=(1, 3))
-        ),
-    ),
-    "engram beside experts": replace(
-        BASE, moe=MOE, memory=EngramConfig(**NGRAMS, conv_kernel=0, placement=PlacementConfig(blocks=(0, 1)))
-    ),
-    "ple": replace(
-        BASE,
-        memory=EngramConfig(
-            rules="ple", **(NGRAMS | {"boundary_id": 200}), max_order=4, conv_kernel=2, projection_biases=False
-        ),
-    ),
-    "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
-    "move": replace(BASE, memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2)),
-    "lave, every second, a gate per token, more rows": replace(
-        BASE,
-        tied_embeddings=False,
-        memory=LaveConfig(
-            value_dim=BASE.query_groups * BASE.attention_head_dim,
-            num_gate_heads=1,
-            vocab_size=VOCAB_SIZE + 3,
-            placement=PlacementConfig(every=2),
-        ),
-    ),
-    "tide": replace(BASE, memory=TideConfig(value_dim=HIDDEN, num_tables=3)),
-    "tide, no gain, beside experts": replace(
-        BASE, moe=MOE, memory=TideConfig(value_dim=HIDDEN, num_tables=2, row_gain=False)
-    ),
-    "latents": LATENT,
-    "latents of queries too, llama3, beside experts": replace(
-        LATENT,
-        moe=MOE,
-        latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=10),
-        rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8),
-    ),
-    "move over latents": replace(
-        LATENT,
-        rotary_scaling=RotaryScalingConfig("ntk", factor=6.0),
-        memory=MoveConfig(value_dim=12, num_gate_heads=3, mixed_into="latents"),
-    ),
-    "lave over latents of values, no norms, no rotary keys": replace(
-        LATENT,
-        qk_norm=False,
-        latent_attention=LatentAttentionConfig(12, 0),
-        memory=LaveConfig(value_dim=12, num_gate_heads=2, gated_standard_path=True),
-    ),
-    "pkm, inserted, over latents": replace(LATENT, memory=PkmConfig(value_dim=HIDDEN, placement=INSERTED, **GRID)),
-}
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
 BY_TOKENS = ["move over latents", "tide"]

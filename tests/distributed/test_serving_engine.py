@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from exported import export
-from test_huggingface_logits import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, NGRAMS, V2, VOCAB_SIZE
+from huggingface_models import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, NGRAMS, V2, VOCAB_SIZE
 from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
