@@ -35,6 +35,7 @@ def block_spec(
     config: TransformerConfig,
     implementation: Literal["local", "transformer_engine"],
     attention_core: type[SdpaCoreAttention],
+    norm: type[RMSNorm],
     qk_norm: bool,
     latent: LatentAttentionConfig | None,
     moe: MoEConfig | None,
@@ -47,7 +48,7 @@ def block_spec(
     Args:
         layers: global 0-based numbers of the chunk's layers.
         config: of the whole model.
-        implementation: Megatron's local linears with our norm and `attention_core`, or all of Transformer Engine's.
+        implementation: Megatron's local linears with our `norm` and `attention_core`, or all of Transformer Engine's.
         latent: of latent attention; None: keys and values have projections of their own.
         moe: a mixture of experts as the feed-forward; None: the dense one.
         sites: the chunk's memories, by the layer that they read in.
@@ -67,8 +68,8 @@ def block_spec(
     parts = Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
-        norm=provider.layer_norm() if te else RMSNorm,
-        qk_norm=(provider.layer_norm(for_qk=True) if te else RMSNorm) if qk_norm else IdentityOp,
+        norm=provider.layer_norm() if te else norm,
+        qk_norm=(provider.layer_norm(for_qk=True) if te else norm) if qk_norm else IdentityOp,
         core=provider.core_attention() if te else attention_core,
         ffn=ffn,
         make_ffn=partial(build_module, ffn, **ffn_arguments),

@@ -30,6 +30,7 @@ from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
+from megamem.norm import RMSNorm
 from megamem.parameters import Copy, parameter_device
 from megamem.parts import Site
 from megamem.recomputed_blocks import recompute_above
@@ -66,6 +67,7 @@ class MemoryGPTModel(GPTModel):
         groups: ProcessGroupCollection,
         make_bank: MakeBank,
         attention_core: type[SdpaCoreAttention],
+        norm: type[RMSNorm],
         kernels: Kernels,
         side_stream: SideStream,
         pre_process: bool,
@@ -85,6 +87,7 @@ class MemoryGPTModel(GPTModel):
             loss_chunk_tokens: see `pretrain.config.schema.TrainConfig`.
             separate_documents: positions start anew at every document, and each chunk asks for them.
             attention_core: what attends where Transformer Engine does not.
+            norm: of the backbone, where Transformer Engine brings none.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
             vp_stage: index of the chunk on its rank; None without interleaving.
@@ -119,6 +122,7 @@ class MemoryGPTModel(GPTModel):
                 config=config,
                 implementation=model.implementation,
                 attention_core=attention_core,
+                norm=norm,
                 qk_norm=model.qk_norm,
                 latent=model.latent_attention,
                 moe=model.moe,

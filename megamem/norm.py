@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_normalise(x, self.weight, self.eps)
+
+
+class ApexRMSNorm(RMSNorm):
+    """The same by Apex's kernels, which keep the input and a number per row, too."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self._norm = pkgutil.resolve_name("apex.normalization.fused_layer_norm:fused_rms_norm_affine")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._norm(x, self.weight, self.weight.shape, self.eps)
+        return out
 
 
 class LayerNorm(nn.Module):

@@ -26,6 +26,7 @@ Beta = Annotated[NonNegativeFloat, Lt(1)]
 FolderPath = Annotated[str, AfterValidator(lambda path: path and os.path.abspath(os.path.expanduser(path)))]
 """A folder, found from anywhere once the configuration is read: not resolved, as a link may lead elsewhere on nodes."""
 Origin = Literal["stage", "run"]
+ApexPart = Literal["norms", "weight_gradients", "adamw"]
 Shuffle = Literal["documents", "samples"]
 PLAIN_NAME = re.compile(r"[\w.+=-]+")
 """Names of runs and stages, which stand in paths, command lines and batch scripts."""
@@ -132,6 +133,10 @@ class TrainConfig(Config):
     deterministic: bool = False
     """On GPUs, the same bits whenever the same run is repeated or resumed: attention and embeddings sum their gradients
     in a fixed order, which takes longer. On CPUs that is always so."""
+    apex: tuple[ApexPart, ...] = ()
+    """Parts of a step that NVIDIA's Apex computes, where it is installed with their extensions. norms: those of the backbone;
+    weight_gradients: of the backbone's linears, which their products add to the fp32 sums at once; adamw: of all groups
+    that AdamW updates on the device. See docs/megatron.md."""
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps without an update (for a non-finite loss or gradient, or a spike) after which the run stops."""
     kernels: Implementation = "auto"

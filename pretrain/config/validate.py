@@ -10,6 +10,7 @@ from kernels.implementations import unavailable
 from megamem.block_plan import count_blocks
 from megamem.families.registry import FAMILIES
 from parallel.devices import num_visible_gpus
+from pretrain.config.apex import apex_problems, missing_extensions
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
@@ -36,7 +37,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
-    problems += [*_table_gradients(config, world_size), *_table_folder(config)]
+    problems += [*_table_gradients(config, world_size), *_table_folder(config), *apex_problems(config)]
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -256,6 +257,7 @@ def _packages(config: RunConfig) -> Iterator[str]:
             yield (
                 f'{key} is {value}, but {module} is not installed: pip install "megamem[{extra}]", or change the option'
             )
+    yield from missing_extensions(config)
 
 
 def _kernels(config: RunConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ from kernels.select import Kernels, select_kernels
 from megamem.backbone_matrices import backbone_matrices
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
+from megamem.norm import ApexRMSNorm, RMSNorm
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import HIGH_PRIORITY, SideStream
 from megamem.trained_part import TrainedPart
@@ -124,6 +125,7 @@ def build_unset_chunks(
                 home=home,
             ),
             attention_core=attention_core(groups.megatron, context_way(config)),
+            norm=ApexRMSNorm if "norms" in config.train.apex else RMSNorm,
             kernels=kernels,
             side_stream=side_stream,
             pre_process=chunk.has_embedding,

@@ -83,6 +83,8 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         batch_p2p_comm=not interleaved,
         # For a defect of torch before 2.0: the host would wait for the device at every message.
         batch_p2p_sync=False,
+        # By Apex for Megatron's linears, by Transformer Engine for its own.
+        gradient_accumulation_fusion="weight_gradients" in config.train.apex,
         # In Megatron's own code, the lookup of embeddings reads this.
         deterministic_mode=config.train.deterministic,
         # Layers carry their global number in checkpoint names, whatever stage they are on.

@@ -7,6 +7,7 @@ empty. Groups that another rule than AdamW updates are empty to Megatron (`pretr
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
 from pretrain.engine.value_offload import HostTables, host_adamw
 from pretrain.engine.weight_gathering import start_gathering
+from pretrain.errors import ConfigError
 
 # Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
 # reduced over different replicas, so Megatron needs an optimizer for each.
@@ -92,6 +94,8 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         groups = inner.param_groups if inner is not None else []
         self._rule_of: dict[nn.Parameter, str | None] = {p: group["rule"] for group in groups for p in group["params"]}
         super().__init__(inner, *arguments, **keywords)
+        # Apex's counts in its groups.
+        self._counts_by_parameter = isinstance(inner, torch.optim.AdamW)
         self.rules = (
             () if self.is_stub_optimizer else tuple(self._make(name, rule) for name, rule in make_rules.items())
         )
@@ -193,15 +197,31 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         return stepped
 
     def set_num_updates(self, updates_of: UpdatesOf) -> None:
-        """Say how many updates the state of each of the model's parameters has seen, for bias correction."""
-        if not self.is_stub_optimizer:
-            self._allocate_state()
-            for parameter in self.model_param_group_index_map:
-                if parameter in self._ruled:
-                    rule, share = self._ruled[parameter]
-                    rule.set_num_updates(share, updates_of(parameter))
-                else:
-                    self.optimizer.state[self._main_weights_of(parameter)]["step"].fill_(updates_of(parameter))
+        """Say how many updates the state of each of the model's parameters has seen, for bias correction.
+
+        Raises:
+            ConfigError: parameters of a group have seen different numbers, and Apex counts by group.
+        """
+        if self.is_stub_optimizer:
+            return
+        self._allocate_state()
+        of_groups: dict[int, set[int]] = {}
+        for parameter, (group, _) in self.model_param_group_index_map.items():
+            if parameter in self._ruled:
+                rule, share = self._ruled[parameter]
+                rule.set_num_updates(share, updates_of(parameter))
+            elif self._counts_by_parameter:
+                self.optimizer.state[self._main_weights_of(parameter)]["step"].fill_(updates_of(parameter))
+            else:
+                of_groups.setdefault(group, set()).add(updates_of(parameter))
+        for index, numbers in of_groups.items():
+            if len(numbers) > 1:
+                raise ConfigError(
+                    "train.apex has adamw, which counts the updates of a group of parameters together, and parts of "
+                    f"{self.param_groups[index]['name']} have seen {' and '.join(map(str, sorted(numbers)))} of them in "
+                    "stages that trained some layers alone: remove adamw from train.apex"
+                )
+            (self.optimizer.param_groups[index]["step"],) = numbers
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
@@ -215,8 +235,9 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
             for parameter in group["params"]:
                 state = self.optimizer.state[parameter]
                 if not state:
-                    # As the fused implementation keeps it: fp32, beside the parameter.
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    if self._counts_by_parameter:
+                        # As the fused implementation keeps it: fp32, beside the parameter.
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -456,14 +477,12 @@ def _distributed_optimizer(
     ]
     inner = None
     if any(group["params"] for group in param_groups):
-        inner = torch.optim.AdamW(
+        inner = _adamw(config)(
             param_groups,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
-            # The default implementation is eight times slower on CPU.
-            fused=True,
         )
     megatron = groups.megatron
     optimizer = MemoryDistributedOptimizer(
@@ -489,6 +508,15 @@ def _distributed_optimizer(
     # none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer
+
+
+def _adamw(config: RunConfig) -> Callable[..., torch.optim.Optimizer]:
+    if "adamw" in config.train.apex:
+        # Decoupled decay is its default.
+        apex: Callable[..., torch.optim.Optimizer] = pkgutil.resolve_name("apex.optimizers:FusedAdam")
+        return apex
+    # PyTorch's default implementation is eight times slower on CPU.
+    return partial(torch.optim.AdamW, fused=True)
 
 
 _ON_HOST = "adamw on the host"

@@ -13,6 +13,7 @@ from pretrain.checkpoint.newest import refuse_damage
 from pretrain.checkpoint.run import load_weights
 from pretrain.checkpoint.safe_metadata import files_with_weights
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
+from pretrain.config.apex import without_apex
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ def restore_model(
         saved = read_state(path)
         refuse_damage(saved, damage_seen_by_ranks(saved, files_with_weights(saved)))
     vocab_size = model_vocab_size(config.model, tokenizer)
-    chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, fetch_rows=fetch_rows)
+    chunks = build_unset_chunks(without_apex(config), groups, vocab_size=vocab_size, fetch_rows=fetch_rows)
     load_weights(path, chunks)
     for chunk in chunks:
         chunk.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -525,6 +526,17 @@ def _(base: Subject, second: Subject) -> None:
         assert seen.num_tokens == largest
     assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
     assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-6)
+
+
+@TRAINING.key("train.apex", ("norms",))
+def _(base: Subject, second: Subject) -> None:
+    """Another class in every slot of a norm; its kernels are refused where they are not installed."""
+    assert type(base.model.decoder.final_layernorm).__name__ == "RMSNorm"
+    if importlib.util.find_spec("apex") is None:
+        with pytest.raises(ImportError, match="apex"):
+            second.build()
+    else:
+        assert type(second.model.decoder.final_layernorm).__name__ == "ApexRMSNorm"
 
 
 @contextlib.contextmanager

@@ -5,19 +5,15 @@ Megatron fills, the names in checkpoints, tensor parallelism, and going on with 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as torch_checkpoint
 from commands import Megamem, checkpoint, steps
+from stand_ins import TRANSFORMER_ENGINE, called, train_with
 
-ROOT = Path(__file__).parents[2]
-STAND_IN = Path(__file__).parent / "stand_in_te"
 TE = "model.implementation=transformer_engine"
 # Of `saved_run`, which is trained without it.
 SHORT = ("train.num_steps=6", "checkpoint.every_steps=3")
@@ -25,25 +21,6 @@ SHORT = ("train.num_steps=6", "checkpoint.every_steps=3")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="the real Transformer Engine is installed here"
 )
-
-
-MADE = "made.txt"
-
-
-def with_stand_in(run: Path, *arguments: object) -> str:
-    """Train where the stand-in can be imported. Modules imported without it cannot learn of it."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tools.cli", "train", *map(str, (*arguments, "--run-dir", run))],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(STAND_IN), "STAND_IN_TE_LOG": str(run / MADE)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
 
 
 def losses(folder: Path) -> list[float]:
@@ -54,7 +31,7 @@ def losses(folder: Path) -> list[float]:
 def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps with it, and the rows of six, on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("te") / "run"
-    with_stand_in(folder, config_file, TE, *SHORT, "parallel.tensor=2", "--nproc", 2)
+    train_with((TRANSFORMER_ENGINE,), folder, config_file, TE, *SHORT, "parallel.tensor=2", "--nproc", 2)
     shutil.rmtree(checkpoint(folder, 6))
     return folder
 
@@ -66,7 +43,7 @@ def entries(folder: Path, step: int) -> set[str]:
 
 def test_its_modules_are_in_every_slot(halfway: Path) -> None:
     """Each of two ranks has four blocks of four norms, and one norm at the end."""
-    made = Counter((halfway / MADE).read_text().split())
+    made = called(halfway)
     of_attention = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4, "TEDotProductAttention": 4}
     of_ffn = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4}
     expected = Counter(of_attention) + Counter(of_ffn) + Counter({"RMSNorm": 17})
@@ -95,6 +72,6 @@ def test_the_other_implementation_goes_on(
 def test_it_goes_on_with_a_run_of_the_other(saved_run: Path, config_file: Path, tmp_path: Path) -> None:
     shutil.copytree(saved_run, tmp_path / "run")
     shutil.rmtree(checkpoint(tmp_path / "run", 6))
-    output = with_stand_in(tmp_path / "run", config_file, TE, *SHORT, "--nproc", 1)
+    output = train_with((TRANSFORMER_ENGINE,), tmp_path / "run", config_file, TE, *SHORT, "--nproc", 1)
     assert "model.implementation: local -> transformer_engine" in output
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)

@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallel
 from kernels.select import Kernels, assemble, implementation_of, resolve
 from megamem.documents import document_bounds
 from parallel.groups import ParallelGroups
+from pretrain.config.apex import without_apex
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
@@ -122,6 +123,8 @@ def dry_run(
             f"optimizer.table_folder is {config.optimizer.table_folder!r}, and a dry run reads no rows of files: add "
             "optimizer.table_folder=null"
         )
+    # Its compiled kernels take no tensors without memory.
+    config = without_apex(config)
     if torch.cuda.is_available():
         raise ConfigError("a dry run computes nothing and wants no GPU: set CUDA_VISIBLE_DEVICES to nothing")
     if config.model.memory is not None and find_spec("triton") is None:

@@ -56,6 +56,8 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
         # Lists of numbers are lists of blocks, which ascend.
         numbers = st.lists(st.integers(0, 8), max_size=3, unique=True).map(sorted)
         lists: Any = numbers if spec.section is None else st.lists(sections(spec.section), max_size=3)
+        if choices := spec.element.choices:
+            lists = st.lists(st.sampled_from(choices), unique=True)
         values: st.SearchStrategy[Any] = lists.map(tuple)
     elif spec.section is not None:
         values = st.one_of([sections(cls) for cls in variants_of(spec.section).values() or (spec.section,)])

@@ -18,7 +18,7 @@ class _WithExtraState(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with Path(os.environ["STAND_IN_TE_LOG"]).open("a") as log:
+        with Path(os.environ["STAND_IN_LOG"]).open("a") as log:
             log.write(f"{type(self).__name__}\n")
 
     def get_extra_state(self):
@@ -42,9 +42,11 @@ class Linear(_WithExtraState):
         return_bias,
         params_dtype,
         device,
+        fuse_wgrad_accumulation,
         **other,
     ):
         super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         assert not bias
         assert not return_bias
         self.sequence_parallel, self.tp_group, self.tp_size = sequence_parallel, tp_group, tp_size
@@ -63,20 +65,41 @@ class Linear(_WithExtraState):
         from megatron.core.tensor_parallel import mappings
 
         if self.tp_size == 1:
-            return F.linear(x, self.weight)
+            return self._product(x)
         if self.parallel_mode == "column":
             enter = (
                 mappings.gather_from_sequence_parallel_region
                 if self.sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region
             )
-            return F.linear(enter(x, group=self.tp_group), self.weight)
+            return self._product(enter(x, group=self.tp_group))
         leave = (
             mappings.reduce_scatter_to_sequence_parallel_region
             if self.sequence_parallel
             else mappings.reduce_from_tensor_model_parallel_region
         )
-        return leave(F.linear(x, self.weight), group=self.tp_group)
+        return leave(self._product(x), group=self.tp_group)
+
+    def _product(self, x):
+        fuse = self.fuse_wgrad_accumulation and hasattr(self.weight, "main_grad")
+        return _Fused.apply(x, self.weight) if fuse else F.linear(x, self.weight)
+
+
+class _Fused(torch.autograd.Function):
+    """A product whose weight's gradient is added to `main_grad`; autograd gets something of its shape, for hooks."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, of_out):
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad += of_out.flatten(0, -2).t() @ x.flatten(0, -2)
+        ctx.weight.grad_added_to_main_grad = True
+        return of_out @ ctx.weight, torch.full_like(ctx.weight, float("nan"))
 
 
 class LayerNormLinear(_WithExtraState):

@@ -1,0 +1,1 @@
+"""A compiled module of Apex, which nothing here calls."""
