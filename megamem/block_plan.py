@@ -69,14 +69,11 @@ PLAIN = BlockPlan()
 @lru_cache(maxsize=64)
 def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """The blocks in which a memory reads, by their numbers from 0; all others are `PLAIN`."""
-    memory = model.memory
-    if memory is None:
-        return MappingProxyType({})
     plans = {}
-    for index, span in enumerate(model.memory_spans):
-        slot = memory.slot_of(span)
+    for index, layer in enumerate(model.memory_layers):
+        memory, slot = layer.memory, layer.memory.slot_of(layer.span)
         has_layer_norm = slot.is_inserted and memory.placement.norm == "layer"
-        plans[span.read] = BlockPlan(slot, index, has_layer_norm, memory.reads_once)
+        plans[layer.span.read] = BlockPlan(slot, index, has_layer_norm, memory.reads_once)
     return MappingProxyType(plans)
 
 

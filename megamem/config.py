@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -11,6 +12,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import Backbone, MemoryConfig
+from megamem.placed import Placed, PlacedMemory, place
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
 from megamem.spans import Span, count_memory_layers, resolve_placement
@@ -117,6 +119,10 @@ class ModelConfig(Config):
     """A mixture of experts in place of the dense feed-forward; null: the dense one."""
     memory: Annotated[MemoryConfig | None, Role.IDENTITY] = None
     """The memory layers; null: a model without."""
+    second_memory: Annotated[
+        MemoryConfig | None, Role.IDENTITY, EffectiveWhen(lambda c: c.memory is not None, "model.memory is set")
+    ] = None
+    """Memory layers of another family, in blocks that those of `memory` leave free; null: one family."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,17 +158,53 @@ class ModelConfig(Config):
                     f"model.memory.{where if self.memory.slot is None else f'kind is {self.memory.kind}'} in every block, "
                     "which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
-            self.memory.check(
-                Backbone(
-                    hidden_size=self.hidden_size,
-                    num_heads=self.num_attention_heads,
-                    query_groups=self.query_groups,
-                    head_dim=self.attention_head_dim,
-                    latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
-                    vocab_size=self.vocab_size,
-                    num_memory_layers=self.num_memory_layers,
-                    has_experts=self.moe is not None,
+            self._check_memory(self.memory)
+            if self.second_memory is not None:
+                self._check_second(self.memory, self.second_memory)
+                try:
+                    self._check_memory(self.second_memory)
+                except ValueError as error:
+                    # Families name the section that most models have alone.
+                    raise ValueError(str(error).replace("model.memory.", "model.second_memory.")) from None
+
+    def _check_memory(self, memory: MemoryConfig) -> None:
+        memory.check(
+            Backbone(
+                hidden_size=self.hidden_size,
+                num_heads=self.num_attention_heads,
+                query_groups=self.query_groups,
+                head_dim=self.attention_head_dim,
+                latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
+                vocab_size=self.vocab_size,
+                num_memory_layers=count_memory_layers(memory.placement, self.num_layers),
+                has_experts=self.moe is not None,
+            )
+        )
+
+    def _check_second(self, memory: MemoryConfig, second: MemoryConfig) -> None:
+        """Refuse two families that one model cannot have.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+        if second.kind == memory.kind:
+            raise ValueError(
+                f"model.second_memory.kind is {second.kind}, as model.memory.kind: name its blocks in "
+                "model.memory.placement, or choose another family"
+            )
+        for key, each in (("memory", memory), ("second_memory", second)):
+            if not each.stands_beside_others:
+                raise ValueError(
+                    f"model.{key}.kind is {each.kind}, whose layers are inserted blocks, read their tables together or "
+                    "follow attention's heads: such a family is the only one of its model, leave out "
+                    "model.second_memory"
                 )
+        taken = {span.read for span in resolve_placement(memory.placement, self.num_layers)}
+        both = sorted(taken.intersection(span.read for span in resolve_placement(second.placement, self.num_layers)))
+        if both:
+            raise ValueError(
+                f"model.memory and model.second_memory both have a layer in block {both[0]}: name other blocks in "
+                "model.second_memory.placement.blocks or model.memory.placement.blocks"
             )
 
     def _check_latents(self, latent: LatentAttentionConfig) -> None:
@@ -187,6 +229,7 @@ class ModelConfig(Config):
                 "model.latent_attention rotates a part of them: use ntk, linear or llama3"
             )
         if self.memory is not None and self.memory.slot is not None and self.memory.slot.needs_plain_attention:
+            # Such a family is the only one of its model.
             raise ValueError(
                 f"model.memory.kind is {self.memory.kind}, whose memories read the outputs of plain attention's heads: set "
                 "model.latent_attention: null, or choose another memory"
@@ -208,50 +251,77 @@ class ModelConfig(Config):
     @property
     def memory_spans(self) -> tuple[Span, ...]:
         """The memory layers by memory index: where each reads, and where it adds."""
-        return resolve_placement(self.memory.placement, self.num_layers) if self.memory is not None else ()
+        return tuple(layer.span for layer in self.placed.layers)
+
+    @property
+    def memories(self) -> tuple[MemoryConfig, ...]:
+        """The families of memory layers: none, one or two."""
+        if self.memory is None:
+            return ()
+        return (self.memory,) if self.second_memory is None else (self.memory, self.second_memory)
+
+    @property
+    def families(self) -> dict[str, MemoryConfig]:
+        """The same by the key of their section."""
+        return dict(zip(("model.memory", "model.second_memory"), self.memories, strict=False))
+
+    @property
+    def memory_kinds(self) -> str:
+        """Names of the families, in words; "dense" without one."""
+        return " and ".join(memory.kind for memory in self.memories) or "dense"
 
     @property
     def num_ffn_blocks(self) -> int:
         """Blocks with a feed-forward, which memories in its place and inserted blocks do not have."""
-        if self.memory is None:
-            return self.num_layers
-        if self.memory.placement.spans is None:
+        return self.num_layers - sum(self._blocks_without_ffn(memory) for memory in self.memories)
+
+    def _blocks_without_ffn(self, memory: MemoryConfig) -> int:
+        placement = memory.placement
+        if placement.spans is None:
             # All memories act alike, each in its own block; a list of them would be as long as the model is deep.
-            return self.num_layers - (0 if self.memory.slot_of(Span(0, 0)).has_ffn else self.num_memory_layers)
-        return self.num_layers - sum(not self.memory.slot_of(span).has_ffn for span in self.memory_spans)
+            return 0 if memory.slot_of(Span(0, 0)).has_ffn else count_memory_layers(placement, self.num_layers)
+        return sum(not memory.slot_of(span).has_ffn for span in resolve_placement(placement, self.num_layers))
 
     @property
     def num_memory_layers(self) -> int:
         """L of sharing (Eq. 8 and Table 7): layers with a memory, which in UltraMemV2 are all blocks. (The L of Eq. 26
         counts blocks.)"""
-        return count_memory_layers(self.memory.placement, self.num_layers) if self.memory is not None else 0
+        return sum(count_memory_layers(memory.placement, self.num_layers) for memory in self.memories)
 
     @property
     def memory_plan(self) -> SharingPlan:
         """The banks of all memory layers, and what each sees of which; empty without a memory. Where tables are as large
         as the vocabulary and `vocab_size` is left to a tokenizer, they have no rows yet."""
-        memory = self.sized_memory
-        return SharingPlan((), ()) if memory is None else memory.plan(self.num_memory_layers)
+        return self.placed.plan
 
     @property
-    def sized_memory(self) -> MemoryConfig | None:
-        """The memory with what follows from the number of token ids, where that is known."""
-        if self.memory is None or self.vocab_size is None:
-            return self.memory
-        return self.memory.sized(self.vocab_size)
+    def placed(self) -> Placed:
+        """The memory layers of all families, with what follows from the number of token ids, where that is known."""
+        return _placed(tuple(self._sized(memory) for memory in self.memories), self.num_layers)
+
+    @property
+    def memory_layers(self) -> tuple[PlacedMemory, ...]:
+        """The memory layers by memory index."""
+        return self.placed.layers
+
+    def _sized(self, memory: MemoryConfig) -> MemoryConfig:
+        return memory if self.vocab_size is None else memory.sized(self.vocab_size)
 
     def memory_name(self, index: int) -> str:
         """The global name of a memory layer, which stands in the block that it reads in."""
-        assert self.memory is not None
-        span = self.memory_spans[index]
-        return f"decoder.layers.{span.read}.{self.memory.slot_of(span).module}.memory"
+        return self.memory_layers[index].name
+
+    def family_of_bank(self, bank: int) -> MemoryConfig:
+        """The family whose layers read a bank, by the bank's number."""
+        return self.placed.families[bank]
 
     @property
     def balanced_sequences(self) -> dict[str, int]:
         """By key, of how many sequences of a microbatch a loss that is switched on takes its statistics together."""
         found = {}
-        if self.memory is not None and self.memory.loss_weights.key_balance > 0:
-            found["model.memory.key_balance_sequences"] = self.memory.loss_weights.balance_sequences
+        for key, memory in self.families.items():
+            if memory.loss_weights.key_balance > 0:
+                found[f"{key}.key_balance_sequences"] = memory.loss_weights.balance_sequences
         if self.moe is not None and self.moe.balance_loss_weight > 0:
             found["model.moe.balance_sequences"] = self.moe.balance_sequences
         return found
@@ -265,3 +335,8 @@ class ModelConfig(Config):
     def linear_std(self) -> float:
         """Standard deviation of initial linear weights, sqrt(2 / 5D) unless set."""
         return self.init_std if self.init_std is not None else math.sqrt(2 / (5 * self.hidden_size))
+
+
+@lru_cache(maxsize=64)
+def _placed(memories: tuple[MemoryConfig, ...], num_layers: int) -> Placed:
+    return place(memories, num_layers)

@@ -69,9 +69,8 @@ def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) 
     mean square of theirs. If there are more than `most_layers`, so many are measured, evenly spread from the first to
     the last.
     """
-    memory = model.sized_memory
-    assert memory is not None
-    return [_measure(model, memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]
+    layers = model.memory_layers
+    return [_measure(model, layers[index].memory, index, seed) for index in spread(len(layers), most_layers)]
 
 
 def spread(count: int, most: int) -> Sequence[int]:

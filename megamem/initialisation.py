@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
 from megamem.bank import Bank
-from megamem.block_plan import starts_at_zero
+from megamem.block_plan import plan_blocks, starts_at_zero
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.registry import family_of
@@ -32,15 +32,13 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
             distribution = distribution_of(shard.key, model)
             if distribution is not None:
                 _draw(shard, distribution, seed)
-        if model.memory is not None:
-            _initialise_memory(chunk, model, model.memory, seed)
+        _initialise_memory(chunk, model, seed)
 
 
 def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
     """Distribution of the parameter with this global name; None for buffers, tables and what layers calibrate."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
-    memory = model.memory
     match name.split("."):
         case [*_, "word_embeddings" | "linear_qkv" | "linear_fc1" | "router", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
@@ -63,10 +61,11 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             return Constant(1.0)
         case [*_, "input_layernorm", "bias"]:
             return Constant(0.0)
-        case [*_, "memory", own_name] if memory is not None:
-            return family_of(memory).distribution(own_name, memory, model)
-        case ["shared_read", own_name] if memory is not None:
-            return family_of(memory).distribution(own_name, memory, model)
+        case ["decoder", "layers", block, *_, "memory", own_name]:
+            of_block = _memory_in(int(block), model)
+            return family_of(of_block).distribution(own_name, of_block, model)
+        case ["shared_read", own_name] if model.memory is not None:
+            return family_of(model.memory).distribution(own_name, model.memory, model)
         case ["banks", _, _]:
             return None
     raise AssertionError(f"no initial distribution is defined for the parameter {name}")
@@ -78,7 +77,13 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
     fill(shard.data, distribution, seed=seed, name=shard.key, global_shape=global_shape, offset=offset)
 
 
-def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfig, seed: int) -> None:
+def _memory_in(block: int, model: ModelConfig) -> MemoryConfig:
+    number = plan_blocks(model)[block].memory
+    assert number is not None
+    return model.memory_layers[number].memory
+
+
+def _initialise_memory(chunk: nn.Module, model: ModelConfig, seed: int) -> None:
     """Draw tables, and set what layers calibrate."""
     sigma_s_of_bank: dict[int, list[float]] = {}
     for layer in (m for m in chunk.modules() if isinstance(m, MemoryLayer)):
@@ -86,7 +91,7 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
         if calibration is not None:
             sigma_s_of_bank.setdefault(layer.view.bank, []).append(calibration.sigma_s)
     for bank in (m for m in chunk.modules() if isinstance(m, Bank)):
-        std = table_std(model, memory, sigma_s_of_bank.get(bank.spec.index, []))
+        std = table_std(model, model.family_of_bank(bank.spec.index), sigma_s_of_bank.get(bank.spec.index, []))
         for entry in bank.sharded_state_dict(prefix=f"banks.{bank.spec.index}.").values():
             _draw(entry, Normal(std), seed)
 

@@ -58,7 +58,7 @@ class Inputs:
         return self._read(1)
 
     def addresses_of(self, place: int, num_heads: int) -> Tensor:
-        """[H, s, b] int64, the rows of the H heads of memory layer number `place` of the chunk (`MemoryLayer.addresses`)."""
+        """[H, s, b] int64, the rows of the H heads of layer number `place` of its family in the chunk (`MemoryLayer.addresses`)."""
         assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"
         first = _NUM_OWN + place * num_heads
         return self.packed[first : first + num_heads]

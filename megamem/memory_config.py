@@ -225,6 +225,11 @@ class MemoryConfig(Config, ABC):
         return self.placement.spans is None and self.placement.position == "inserted"
 
     @property
+    def stands_beside_others(self) -> bool:
+        """True if a model may have layers of another family, too, in other blocks."""
+        return not (self.is_inserted or self.reads_once or self.follows_heads)
+
+    @property
     def placement_keys(self) -> tuple[str, ...]:
         """Keys of `placement` that are read, besides those that name blocks."""
         return (*(("spans", "position") if self.slot is None else ()), *(("norm",) if self.is_inserted else ()))

@@ -26,7 +26,7 @@ from megamem.families.registry import family_of
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
 from megamem.kv_cache import KeyValueCache
-from megamem.layers.layer import MemoryLayer, begin_step
+from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
@@ -145,12 +145,13 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config, self._token_halo = model, token_halo
-        for place, layer in enumerate(self.memory_layers):
-            layer.place = place
+        for layers_of_family in by_family(self.memory_layers):
+            for place, layer in enumerate(layers_of_family):
+                layer.place = place
         if model.rotary_scaling is not None:
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
-        self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
+        self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
         self.separate_documents = separate_documents
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
         self.weights_are_set = False
@@ -315,11 +316,12 @@ class MemoryGPTModel(GPTModel):
             token_ids: [b, s] int64, on the device.
             positions: [b, s] int64.
         """
-        layers = self.memory_layers
-        found = type(layers[0]).addresses(layers, token_ids.t(), positions.t(), UNCUT) if layers else None
-        if found is None:
-            return {}
-        return {layer.view.bank: rows for layer, rows in zip(layers, found.chunk(len(layers)), strict=True)}
+        found: dict[int, Tensor] = {}
+        for layers in by_family(self.memory_layers):
+            rows = type(layers[0]).addresses(layers, token_ids.t(), positions.t(), UNCUT)
+            if rows is not None:
+                found |= {layer.view.bank: own for layer, own in zip(layers, rows.chunk(len(layers)), strict=True)}
+        return found
 
     @property
     def own_banks(self) -> list[Bank]:
@@ -392,9 +394,14 @@ class MemoryGPTModel(GPTModel):
 
     def _packed(self, token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
         """[2 + A, s, b], see `megamem.inputs.pack`, of token ids and positions [b, s]."""
-        packed, layers = pack(token_ids, positions), self.memory_layers
-        found = type(layers[0]).addresses(layers, packed[0], packed[1], halo) if layers else None
-        return packed if found is None else torch.cat((packed, found))
+        packed = pack(token_ids, positions)
+        found = [
+            type(layers[0]).addresses(layers, packed[0], packed[1], halo) for layers in by_family(self.memory_layers)
+        ]
+        # One family at the most, so that a layer's place among its own says where its addresses are.
+        addresses = [each for each in found if each is not None]
+        assert len(addresses) < 2
+        return torch.cat((packed, *addresses))
 
     def _memory_sites(self) -> list[MemorySite]:
         return [module for module in self.decoder.modules() if isinstance(module, MemorySite)]
@@ -435,16 +442,14 @@ def _memories(
 
     Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
     """
-    memory, plan, spans = model.sized_memory, model.memory_plan, model.memory_spans
-    if memory is None:
-        return {}, {}
+    plan, spans = model.memory_plan, model.memory_spans
     index_of = _memory_indices(spans, layers)
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
     banks = {
         spec.index: make_bank(
             spec,
-            memory,
+            model.family_of_bank(spec.index),
             dtype=config.params_dtype,
             device=device,
             copy=stage if spec.on_every_stage else Copy(),
@@ -455,21 +460,21 @@ def _memories(
     found = {**lent, **banks}
     sites, plans = {}, plan_blocks(model)
     for layer, index in index_of.items():
-        view, span = plan.views[index], spans[index]
+        placed = model.memory_layers[index]
         make_memory = partial(
-            family_of(memory).layer(),
+            family_of(placed.memory).layer(),
             config,
-            memory,
-            view,
-            _lookup(found[view.bank]),
+            placed.memory,
+            placed.view,
+            _lookup(found[placed.view.bank]),
             kernels=kernels,
-            name=model.memory_name(index),
+            name=placed.name,
             seed=seed,
             token_group=token_group,
             tensor_group=tensor_group,
             halo=halo,
         )
-        sites[layer] = Site(plans[layer], span, make_memory)
+        sites[layer] = Site(plans[layer], placed.span, make_memory)
     return banks, sites
 
 

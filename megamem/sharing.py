@@ -67,12 +67,16 @@ class BankSpec:
 
 @dataclass(frozen=True)
 class LayerView:
-    """The window of a bank that one layer sees: rows first_row .. first_row + num_rows - 1, modulo `num_bank_rows`."""
+    """The window of a bank that one layer sees: rows first_row .. first_row + num_rows - 1, modulo `num_bank_rows`.
+
+    `banks_before` are those of another family in the same model, which are counted first.
+    """
 
     bank: int
     first_row: int
     num_rows: int
     num_bank_rows: int
+    banks_before: int = 0
 
     @property
     def num_keys(self) -> int:

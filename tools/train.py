@@ -189,7 +189,7 @@ def _headline(run: Run) -> str:
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
     updates = "".join(f"\n{text}" for text in run.optimizer.describe())
-    kind = f"{model.memory.kind}, {count_in_millions(counts.tables)} in tables" if model.memory else "dense"
+    kind = f"{model.memory_kinds}, {count_in_millions(counts.tables)} in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""

@@ -51,7 +51,7 @@ class MemoryLayer(MegatronModule):
         losses: the auxiliary losses; None while all are off.
         usage: set while the run observes how its memory is used.
         halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
-        place: its number among the memory layers of its chunk, which the model sets.
+        place: its number among its family's layers of its chunk, which the model sets.
     """
 
     cores: Tensor | None
@@ -181,6 +181,14 @@ def begin_step(layers: Sequence[MemoryLayer]) -> None:
     Refreshes what the family keeps between steps, and restarts the auxiliary losses. Each takes one decomposition for
     all layers: on a GPU every call waits for the device.
     """
-    if layers:
-        type(layers[0]).refresh(layers)
+    for of_family in by_family(layers):
+        type(of_family[0]).refresh(of_family)
     begin_losses([(layer.losses, layer.cores) for layer in layers if layer.losses is not None])
+
+
+def by_family(layers: Sequence[MemoryLayer]) -> list[list[MemoryLayer]]:
+    """The layers of each family, in their order."""
+    found: dict[type[MemoryLayer], list[MemoryLayer]] = {}
+    for layer in layers:
+        found.setdefault(type(layer), []).append(layer)
+    return list(found.values())

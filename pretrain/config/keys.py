@@ -138,8 +138,13 @@ def _reads_placement(key: str, run: RunConfig) -> bool:
     return run.model.memory is None or key in run.model.memory.placement_keys
 
 
+def _second_reads_placement(key: str, run: RunConfig) -> bool:
+    second = run.model.second_memory
+    return run.model.memory is None or second is None or key in second.placement_keys
+
+
 def _has_pre_values(run: RunConfig) -> bool:
-    return run.model.memory is not None and run.model.memory.width("pre_values") > 0
+    return any(memory.width("pre_values") > 0 for memory in run.model.memories)
 
 
 def _has_stages(run: RunConfig) -> bool:
@@ -177,7 +182,8 @@ RUN_RULES: tuple[CrossRule, ...] = (
     ),
     CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory has pre-values"),
     *(
-        CrossRule(f"model.memory.placement.{key}", partial(_reads_placement, key), f"model.memory stands {where}")
+        CrossRule(f"model.{memory}.placement.{key}", partial(reads, key), f"model.{memory} stands {where}")
+        for memory, reads in (("memory", _reads_placement), ("second_memory", _second_reads_placement))
         for key, where in (
             ("spans", "around the feed-forward"),
             ("position", "around the feed-forward"),

@@ -73,11 +73,13 @@ def _tensor(config: RunConfig) -> Iterator[str]:
                 f"{key} is {size}, which parallel.tensor {tensor} does not divide: "
                 "each tensor-parallel rank holds an equal part"
             )
-    memory_sizes = config.model.memory.tensor_sizes if config.model.memory is not None else {}
+    memory_sizes = {
+        f"{key}.{name}": n for key, each in config.model.families.items() for name, n in each.tensor_sizes.items()
+    }
     for key, size in memory_sizes.items():
         if size % min(tensor, groups):
             yield (
-                f"model.memory.{key} is {size}, which parallel.tensor {tensor} does not divide: "
+                f"{key} is {size}, which parallel.tensor {tensor} does not divide: "
                 "each tensor-parallel rank holds an equal part"
             )
 
@@ -169,7 +171,12 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
 
 def _even_chunks(config: RunConfig) -> Iterator[str]:
     """Equal chunks, and no unit that reaches over the edge of one."""
-    parallel, num_layers, memory = config.parallel, config.model.num_layers, config.model.memory
+    parallel, num_layers = config.parallel, config.model.num_layers
+    # Layers of one family of a model share tables at the most: of two, one is that of n-grams.
+    key, memory = next(
+        ((key, each) for key, each in config.model.families.items() if isinstance(each, RetrievalConfig)),
+        ("model.memory", config.model.memory),
+    )
     sharing = memory.sharing if isinstance(memory, RetrievalConfig) else None
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     chunks = pipeline * virtual
@@ -179,7 +186,7 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
     split = _split_if_even(units, num_layers, pipeline, virtual) if whole else ()
     if sharing is not None and sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
         yield (
-            f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must "
+            f"{key}.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must "
             f"stand on one stage, but {layout} makes {chunks} chunks: use parallel.pipeline: 1, or pattern: block"
         )
         return
@@ -191,7 +198,7 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
     for unit in split:
         if unit.kind == "span":
             yield (
-                f"model.memory.placement.spans has {unit.first}:{unit.last}, but {layout} puts {num_layers // chunks} "
+                f"{key}.placement.spans has {unit.first}:{unit.last}, but {layout} puts {num_layers // chunks} "
                 f"blocks into a chunk, and blocks {unit.first} and {unit.last} into different ones, "
                 f"where the output cannot follow: {_nearest_text(config, units)}"
             )
@@ -204,7 +211,7 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
             else f"kind is {memory.kind}, whose layers share tables"
         )
         yield (
-            f"model.memory.{group}, but {layout} puts {num_layers // chunks} {held} into a chunk, which would "
+            f"{key}.{group}, but {layout} puts {num_layers // chunks} {held} into a chunk, which would "
             f"split a group: {_nearest_text(config, units)}"
         )
 
@@ -246,8 +253,8 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
             f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
         )
         return
-    if memory is not None:
-        yield from _parts_of_tables(config, memory)
+    for key, each in config.model.families.items():
+        yield from _parts_of_tables(config, key, each)
     if moe is not None and moe.num_experts % group:
         beside = " (the experts and the tables are split over the same group)" if memory is not None else ""
         yield (
@@ -257,25 +264,27 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
     yield from _memory_ranks(config, world_size)
 
 
-def _parts_of_tables(config: RunConfig, memory: MemoryConfig) -> Iterator[str]:
+def _parts_of_tables(config: RunConfig, key: str, memory: MemoryConfig) -> Iterator[str]:
     row_parts = config.parallel.memory_rows
     if row_parts > 1 and not isinstance(memory, RetrievalConfig):
         yield (
-            f"parallel.memory_rows is {row_parts}, but rows of model.memory.kind {memory.kind} are read as often as their "
+            f"parallel.memory_rows is {row_parts}, but rows of {key}.kind {memory.kind} are read as often as their "
             "tokens come, which no shuffle spreads over the parts: use parallel.memory_rows: 1"
         )
-    num_rows = {bank.num_rows for bank in config.model.memory_plan.banks}
+    model = config.model
+    banks = [bank for bank in model.memory_plan.banks if model.family_of_bank(bank.index).kind == memory.kind]
+    num_rows = {bank.num_rows for bank in banks}
     for number in sorted(num_rows):
         if number % row_parts:
             yield (
                 f"a bank has {number} rows, which parallel.memory_rows {row_parts} does not divide: each rank holds an "
                 f"equal part of them, use parallel.memory_rows {math.gcd(number, row_parts)} or a "
-                f"model.memory.num_keys that is a multiple of {row_parts}"
+                f"{key}.num_keys that is a multiple of {row_parts}"
             )
     for table in memory.tables:
         if table.width % config.parallel.memory_columns:
             yield (
-                f"model.memory.{table.key} is {table.width}, which {column_parts_text(config.parallel)} does not divide: "
+                f"{key}.{table.key} is {table.width}, which {column_parts_text(config.parallel)} does not divide: "
                 "each rank holds an equal part of the columns"
             )
 

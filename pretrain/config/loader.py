@@ -274,6 +274,9 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
     node = node_at(tree, loc)
     if kind == "value_error":
         refusal = str(error["ctx"]["error"])
+        if key == "model.second_memory":
+            # Families name the section that most models have alone.
+            refusal = refusal.replace("model.memory.", f"{key}.")
         return f"{node.origin}: {refusal}{_places(refusal, node)}"
     spec = _spec_at(root, tree, loc)
     if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):

@@ -205,18 +205,19 @@ def _table_gradients(config: RunConfig, world_size: int | None) -> Iterator[str]
 
 def _table_folder(config: RunConfig) -> Iterator[str]:
     """Tables that can lie in files: those whose rows are known before a step, saved where they are."""
-    folder, memory = config.optimizer.table_folder, config.model.memory
-    if folder is None or memory is None:
+    folder = config.optimizer.table_folder
+    if folder is None or config.model.memory is None:
         return
     key, fix = f"optimizer.table_folder is {folder!r}", "leave optimizer.table_folder out"
     if not folder:
         yield f"optimizer.table_folder is empty: name a folder, or {fix}"
-    if not memory.rows_are_known:
-        kinds = ", ".join(name for name, family in FAMILIES.items() if family.config.rows_are_known)
-        yield (
-            f"{key}, and model.memory.kind is {memory.kind}, whose rows are not known before they are read, as those of "
-            f"{kinds} are: {fix}"
-        )
+    for section, memory in config.model.families.items():
+        if not memory.rows_are_known:
+            kinds = ", ".join(name for name, family in FAMILIES.items() if family.config.rows_are_known)
+            yield (
+                f"{key}, and {section}.kind is {memory.kind}, whose rows are not known before they are read, as those of "
+                f"{kinds} are: {fix}"
+            )
     if config.checkpoint.asynchronous:
         yield (
             f"{key}, and checkpoint.asynchronous is true, which copies whole tables in memory: set "
@@ -275,17 +276,16 @@ def _kernels(config: RunConfig) -> Iterator[str]:
 
 def advice(config: RunConfig) -> Iterator[str]:
     """Sentences on a configuration that runs, and could run faster: key, value, consequence and the better value."""
-    memory, parts = config.model.memory, config.parallel.memory_columns
-    if memory is None:
-        return
-    element_bytes = config.train.element_bytes
-    widths = {table.key: table.width for table in memory.tables}
+    parts, element_bytes = config.parallel.memory_columns, config.train.element_bytes
+    widths = {
+        f"{section}.{table.key}": table.width
+        for section, memory in config.model.families.items()
+        for table in memory.tables
+    }
     narrow = {key: width // parts for key, width in widths.items() if width // parts * element_bytes % _WIDE_LOAD_BYTES}
     if not narrow:
         return
-    rows = ", ".join(
-        f"{columns} columns of model.memory.{key} ({columns * element_bytes} bytes)" for key, columns in narrow.items()
-    )
+    rows = ", ".join(f"{columns} columns of {key} ({columns * element_bytes} bytes)" for key, columns in narrow.items())
     better = [
         size
         for size in range(1, parts)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megamem.losses import LOSS_NAMES
-from megamem.memory_config import LossWeights
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.usage import block_number
 from pretrain.engine.build import Chunk, unwrap
@@ -22,14 +21,15 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
     if not chunks:
         return {}
     model = unwrap(chunks[0]).model_config
-    weights = model.memory.loss_weights if model.memory is not None else LossWeights()
+    weights = [memory.loss_weights for memory in model.memories]
     first_of_router = 1 + len(LOSS_NAMES)
     columns = {name: (1 + index, 0) for index, name in enumerate(LOSS_NAMES)}
     columns |= {name: (first_of_router + 1 + i, first_of_router) for i, name in enumerate(ROUTER_LOSS_NAMES)}
     return {
         name: where
         for name, where in columns.items()
-        if getattr(weights, name, 0) > 0 or getattr(model.moe, f"{name.removeprefix('moe_')}_loss_weight", 0) > 0
+        if any(getattr(each, name, 0) > 0 for each in weights)
+        or getattr(model.moe, f"{name.removeprefix('moe_')}_loss_weight", 0) > 0
     }
 
 

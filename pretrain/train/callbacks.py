@@ -162,33 +162,37 @@ class MemoryUsage(Callback):
     """
 
     def on_start(self, run: Run) -> None:
-        memory = run.config.model.memory
-        assert memory is not None
         layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers]
-        self._collector = UsageCollector(
-            layers,
-            num_blocks=run.config.model.num_layers,
-            observed=memory.observed,
-            stage_group=run.groups.megatron.tp_dp_cp,
-            device=run.groups.device,
-        )
+        self._collectors = [
+            UsageCollector(
+                [layer for layer in layers if layer.memory.kind == memory.kind],
+                num_blocks=run.config.model.num_layers,
+                observed=memory.observed,
+                stage_group=run.groups.megatron.tp_dp_cp,
+                device=run.groups.device,
+            )
+            for memory in run.config.model.memories
+        ]
         self._start_if_due(run)
 
     def on_step(self, run: Run, row: Row) -> None:
         if observes_usage(run, run.state.step):
             # The spectrum is that of the updated cores.
             run.complete_weights()
-            for block, metrics in self._collector.finish().items():
+            of_blocks = {block: each for collector in self._collectors for block, each in collector.finish().items()}
+            for block, metrics in sorted(of_blocks.items()):
                 row.setdefault("memory", {}).setdefault(str(block), {}).update(metrics)
         self._start_if_due(run)
 
     def on_rewind(self, run: Run) -> None:
-        self._collector.stop()
+        for collector in self._collectors:
+            collector.stop()
         self._start_if_due(run)
 
     def _start_if_due(self, run: Run) -> None:
         if observes_usage(run, run.state.step + 1):
-            self._collector.start()
+            for collector in self._collectors:
+                collector.start()
 
 
 class MemoryWatch(Callback):

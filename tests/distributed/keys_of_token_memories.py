@@ -17,12 +17,14 @@ from keys_table import (
     changed_names,
     same,
     with_kind,
+    with_memory,
 )
 
 from megamem.config import LatentAttentionConfig
 from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
 from megamem.halo import WholeSequences
 from megamem.inputs import Inputs
+from megamem.spans import PlacementConfig
 
 TOKEN_MEMORIES = Table()
 
@@ -119,6 +121,25 @@ def _(base: Subject, second: Subject) -> None:
 # Memories that n-grams address.
 
 ENGRAM = with_kind("engram", value_dim=6, heads_per_order=2, rows_per_head=29, rows_multiple=1, vocab_size=70)
+
+
+LEARNED = with_memory(placement=PlacementConfig(blocks=(1,)))
+
+
+@TOKEN_MEMORIES.key(
+    "model.second_memory",
+    as_kind(MEMORY, "engram", vocab_size=70, value_dim=6, placement=PlacementConfig(blocks=(0,))),
+    LEARNED,
+)
+def _(base: Subject, second: Subject) -> None:
+    """A layer more, in a block of its own, with a bank behind the others; the rest begins as it was."""
+    assert [layer.name for layer in second.model.memory_layers] == [
+        "decoder.layers.0.entry.memory",
+        "decoder.layers.1.mlp.memory",
+    ]
+    assert second.shapes["banks.1.values"][1] == 6
+    assert all(same(second.weights[name], weight) for name, weight in base.weights.items())
+    assert not same(base.logits(), second.logits())
 
 
 def rows_of(subject: Subject, ids: list[int]) -> list[list[int]]:

@@ -150,7 +150,8 @@ def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
         ]
         if not sections or len(members) > 1:
             yield f"{prefix}{item.name}"
-        for section in sections:
+        # The keys of a second memory are those of the first.
+        for section in sections if item.name != "second_memory" else ():
             yield from schema_keys(typing.cast(type, section), f"{prefix}{item.name}.")
         for element in elements:
             yield from schema_keys(element, f"{prefix}{item.name}.N.")

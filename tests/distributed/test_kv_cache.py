@@ -220,6 +220,7 @@ TEXTS = (
     "move",
     "tide",
     "engram",
+    "engram beside learned keys",
     "latents, move for values alone",
     "skips",
     "experts",

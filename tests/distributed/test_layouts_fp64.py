@@ -33,7 +33,7 @@ NAMES = [
     if "tensor" not in layout.axes
     and (layout.axes.keys() & {"memory", "context"} or name in (layout.reference, "data 2", "pipeline 2"))
 ]
-OF_NGRAMS = ("engram, ple", "engram, documents apart", "latents, engram")
+OF_NGRAMS = ("engram, ple", "engram, documents apart", "latents, engram", "engram beside learned keys")
 """Kinds whose gate has a root, which makes more of roundings in fp32 than others do."""
 
 

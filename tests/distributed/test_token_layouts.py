@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
+from tiny_runs import MEMORY, SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
 from torch import Tensor
 
 from megamem.config import LatentAttentionConfig, MoEConfig
@@ -44,6 +44,8 @@ KINDS: dict[str, MemoryConfig | None] = {
     ),
     "engram": NGRAMS,
     "engram beside experts": NGRAMS,
+    "engram beside learned keys": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 2))),
+    "engram beside learned keys, experts": replace(NGRAMS, placement=PlacementConfig(blocks=(2,))),
     "engram, documents apart": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 3))),
     "engram, ple": EngramConfig(
         rules="ple",
@@ -87,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # These meet every axis. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
 # it: tensor-parallel ranks share their heads, and stages their tables.
-EVERYWHERE = ("move", "lave", "tide", "latents, move", "engram")
+EVERYWHERE = ("move", "lave", "tide", "latents, move", "engram", "engram beside learned keys")
 BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
@@ -120,8 +122,15 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, engram",
         "engram beside experts",
     ),
-    "pipeline 4": ("move", "latents, move", "engram, ple"),
-    HALOS: ("engram", "engram, ple", "engram, documents apart", "engram beside experts"),
+    "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
+    HALOS: (
+        "engram",
+        "engram, ple",
+        "engram, documents apart",
+        "engram beside experts",
+        "engram beside learned keys",
+        "engram beside learned keys, experts",
+    ),
 }
 """Kinds that are trained on each layout."""
 
@@ -133,11 +142,16 @@ def config_of(kind: str) -> RunConfig:
         model = replace(model, num_query_groups=None, latent_attention=latent)
     if "one key/value head" in kind:
         model = replace(model, num_query_groups=1)
-    if "beside experts" in kind:
+    if "experts" in kind:
         model = replace(model, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24))
     data = replace(SHARED.data, documents="separate" if "documents apart" in kind else "joined")
     optimizer = replace(SHARED.optimizer, tables="row_wise") if kind in BY_ROW else SHARED.optimizer
-    return replace(SHARED, model=replace(model, memory=KINDS[kind]), optimizer=optimizer, data=data)
+    memory, second = KINDS[kind], None
+    if "learned keys" in kind:
+        assert memory is not None
+        free = tuple(sorted({0, 1, 2, 3} - set(memory.placement.blocks or ())))[:2]
+        second, memory = memory, replace(MEMORY, placement=PlacementConfig(blocks=free))
+    return replace(SHARED, model=replace(model, memory=memory, second_memory=second), optimizer=optimizer, data=data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,7 +268,7 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["move", "tide", "latents, move", "engram"])
+@pytest.mark.parametrize("kind", ["move", "tide", "latents, move", "engram", "engram beside learned keys"])
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
@@ -277,7 +291,7 @@ def test_what_one_layout_saves_another_one_resumes(
             assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["move", "engram"])
+@pytest.mark.parametrize("kind", ["move", "engram", "engram beside learned keys"])
 def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any], kind: str) -> None:
     """The copies on other stages do not count in the norm there either."""
     config = config_of(kind)

@@ -26,7 +26,7 @@ NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_mul
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> dict[str, Path]:
-    """A dense model, TIDE, MoVE and Engram."""
+    """A dense model, TIDE, MoVE, Engram, and Engram beside learned keys."""
     content = yaml.safe_load(config_file.read_text())
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
@@ -42,10 +42,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
         | {"placement": {"blocks": [1]}},
         "engram": {"kind": "engram", "value_dim": 8, "heads_per_order": 2, "rows_per_head": 101}
         | {"boundary_id": 256, "placement": {"blocks": [0, 2]}},
+        "two families": {"num_keys": 16, "top_k": 4, "value_dim": 16, "pre_value_dim": 8, "placement": {"blocks": [1]}},
     }
     found = {}
     for name, memory in memories.items():
         content["model"]["memory"] = memory
+        content["model"]["second_memory"] = memories["engram"] if name == "two families" else None
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(content))
         found[name] = folder / name
@@ -209,6 +211,28 @@ def held_out_windows(run: Path) -> list[list[int]]:
     config = saved_config(find_checkpoint(RunFolder(run), None), ParallelConfig())
     held_out = HeldOutDataset(config.evaluated, config.train.sequence_length)
     return [held_out[number]["tokens"].tolist() for number in range(len(held_out))]
+
+
+def test_families_of_one_model_are_analysed_apart(megamem: Megamem, runs: dict[str, Path], tmp_path: Path) -> None:
+    """Rows are those of the layers of n-grams; usage has a figure of scores for learned keys alone."""
+    run = runs["two families"]
+    (found,), _ = analyse(megamem, "ngrams", run, "--tokens", 3000, "--nproc", 1)
+    (alone,), _ = analyse(megamem, "ngrams", runs["engram"], "--tokens", 3000, "--nproc", 1)
+    assert [layer["block"] for layer in found["layers"]] == [0, 2]
+    assert [layer["orders"] for layer in found["layers"]] == [layer["orders"] for layer in alone["layers"]]
+    (routing,), _ = analyse(megamem, "routing", run, "--nproc", 1)
+    assert [layer["block"] for layer in routing["layers"]] == [0, 2]
+    dropped, _ = analyse(megamem, "layer-drop", run, "--nproc", 1)
+    assert [layer["block"] for layer in dropped[0]["layers"]] == [0, 1, 2]
+    refused = megamem("checkpoint", "convert", run, tmp_path / "exported", "--format", "huggingface")
+    assert (refused.code, "ultramem_v2, beside model.second_memory.kind engram" in refused.output) == (4, True)
+    refused = megamem("checkpoint", "convert", run, tmp_path / "released", "--format", "released")
+    assert (refused.code, "memories of two kinds, ultramem_v2 and engram" in refused.output) == (2, True)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    observed = [row["memory"] for row in metrics if "memory" in row]
+    assert observed
+    assert all(list(of_blocks) == ["0", "1", "2"] for of_blocks in observed)
+    assert all(("top1_score" in of_blocks[block]) == (block == "1") for of_blocks in observed for block in of_blocks)
 
 
 def test_what_cannot_be_analysed_is_told(

@@ -48,7 +48,7 @@ def test_columns_are_those_of_a_plan(config: RunConfig) -> None:
 def test_columns_send_what_a_plan_sends(config: RunConfig) -> None:
     memory = config.model.memory
     assert memory is not None
-    bank_rows = stages_of(config)[0].lookups[0]
+    bank_rows = stages_of(config)[0].families[0].lookups[0]
     traffic = lookup_traffic(memory, bank_rows, group_size=16, num_tokens=TOKENS, element_bytes=2)
     forward, backward = bank_splits.sent(config, COLUMNS, bank_rows, TOKENS)
     assert sum(forward.to_others(16, H100)) == pytest.approx(traffic.forward)
@@ -77,8 +77,8 @@ def test_whole_rows_move_no_byte_for_nothing(config: RunConfig) -> None:
 def test_parts_of_rows_are_those_of_a_plan(config: RunConfig) -> None:
     """Plans count places in the part besides, 8 bytes per entry, each way 8 more for the scores of both cores, and 8 where
     columns meet."""
-    lookups = stages_of(config)[0].lookups[:1]
-    stage = replace(stages_of(config)[0], lookups=lookups, backward_lookups=lookups)
+    lookups = stages_of(config)[0].families[0].lookups[:1]
+    stage = bank_splits.reading(stages_of(config)[0], lookups, lookups)
     skewed = replace(H100, row_skew=0.8)
     found = bank_splits.rows_s(config, Split("", 4), stage, TOKENS, skewed)
     layout = replace(config.parallel, memory_rows=4)
@@ -92,7 +92,7 @@ def test_parts_of_rows_are_those_of_a_plan(config: RunConfig) -> None:
 
 def test_vectors_of_all_tokens_leave_the_cache(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache keeps 25 MB of 131,072 tokens' vectors; gradients of tables read the others once per entry."""
-    stage = replace(stages_of(config)[0], lookups=(), backward_lookups=stages_of(config)[0].lookups[:1])
+    stage = bank_splits.reading(stages_of(config)[0], (), stages_of(config)[0].families[0].lookups[:1])
     found = bank_splits.rows_s(config, ROWS, stage, TOKENS, H100)
     monkeypatch.setattr(bank_splits, "CACHED_BYTES", float("inf"))
     cached = bank_splits.rows_s(config, ROWS, stage, TOKENS, H100)

@@ -107,6 +107,18 @@ MODELS = {
             placement=PlacementConfig(every=2),
         ),
     ),
+    "learned keys and engram": replace(
+        DENSE,
+        memory=replace(MEMORY, placement=PlacementConfig(blocks=(1, 2))),
+        second_memory=EngramConfig(
+            rows_per_head=31, heads_per_order=2, value_dim=6, placement=PlacementConfig(blocks=(0, 3))
+        ),
+    ),
+    "engram, then skipping": replace(
+        DENSE,
+        memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6, placement=PlacementConfig(blocks=(1,))),
+        second_memory=UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/2:3")),
+    ),
     "latents": LATENT,
     "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
     "latents, of queries too": replace(LATENT, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)),

@@ -20,6 +20,7 @@ from pretrain.planning.costs.rows import accumulate_s, distinct_rows, missed_sha
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from tools import cli
+from tools.maintenance.bank_splits import reading
 from tools.maintenance.check_plan import shipped_models
 from tools.vocabulary import with_vocabulary
 
@@ -81,8 +82,9 @@ def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
     """One of the 120B model, 8,192 tokens on each of 16 ranks: 33.6M entries in a bank of 22.9M rows."""
     config = large()
     stage = stages_of(config)[0]
-    (bank_rows,) = set(stage.lookups)
-    assert (len(stage.lookups), bank_rows) == (12, 22_861_824)
+    (family,) = stage.families
+    (bank_rows,) = set(family.lookups)
+    assert (stage.num_lookups, bank_rows) == (12, 22_861_824)
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     # Both ways: values of 60 columns and pre-values of 20.
@@ -99,7 +101,7 @@ def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
 def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None:
     """The same in 4 parts of rows, each in 4 of columns: a quarter of the entries, in rows of 240 and 80 columns."""
     config = large("parallel.memory_rows=4")
-    stage = replace(stages_of(config)[0], lookups=(22_861_824,), backward_lookups=(22_861_824,))
+    stage = reading(stages_of(config)[0], [22_861_824], [22_861_824])
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)

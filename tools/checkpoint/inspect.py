@@ -85,11 +85,10 @@ def _header(checkpoint: Listing, state_bytes: int) -> str:
             f"memory {layout.memory}{f' ({layout.memory_rows} of rows)' if layout.memory_rows > 1 else ''}; fits any other"
         )
         lines["written by"] = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    memory = config.model.memory
     kind = "dense" if config.model.moe is None else "mixture of experts"
     lines["model"] = (
         f"{config.name}: {config.model.num_layers} blocks of width {config.model.hidden_size}, "
-        f"{memory.kind if memory is not None else kind}"
+        f"{config.model.memory_kinds if config.model.memories else kind}"
     )
     lines["bytes"] = (
         f"{size_in_words(of_weights)} weights, {size_in_words(of_tables)} tables, {size_in_words(state_bytes)} "

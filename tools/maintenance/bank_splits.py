@@ -103,6 +103,22 @@ class Sent:
         return timing.way_s(WayBytes(round(others * self.same), round(others * self.own)), config, hardware)
 
 
+def reading(stage: Stage, lookups: Sequence[int], backward_lookups: Sequence[int]) -> Stage:
+    """The stage of one family with other lookups (`pretrain.planning.costs.stages.FamilyInStage`)."""
+    (family,) = stage.families
+    return replace(stage, families=(replace(family, lookups=tuple(lookups), backward_lookups=tuple(backward_lookups)),))
+
+
+def _lookups(stage: Stage) -> tuple[int, ...]:
+    (family,) = stage.families
+    return family.lookups
+
+
+def _backward_lookups(stage: Stage) -> tuple[int, ...]:
+    (family,) = stage.families
+    return family.backward_lookups
+
+
 def sent(config: RunConfig, split: Split, bank_rows: int, tokens: int) -> tuple[Sent, Sent]:
     """Bytes of one lookup's messages, forward and backward."""
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
@@ -139,10 +155,8 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
         return every
     columns = group // parts
     busiest = BUSIEST[parts] if hardware.row_skew else 1.0
-    owned_stage = replace(
-        stage,
-        lookups=tuple(rows // parts for rows in stage.lookups),
-        backward_lookups=tuple(rows // parts for rows in stage.backward_lookups),
+    owned_stage = reading(
+        stage, [rows // parts for rows in _lookups(stage)], [rows // parts for rows in _backward_lookups(stage)]
     )
     owned = row_seconds(_grouped(config, columns), owned_stage, tokens, hardware)
     missed = copied = 0.0
@@ -152,7 +166,7 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
         missed += columns * tokens * memory.lookup.rows * moved_bytes(width) * misses
         # Written, cut or added up, sent and received.
         copied += 4 * (parts - 1) * tokens * table.width * element
-    passes, backward = len(stage.lookups) + len(stage.backward_lookups), len(stage.backward_lookups)
+    passes, backward = stage.num_lookups + stage.num_backward_lookups, stage.num_backward_lookups
     of_owners = split.to_owners and parts > 1
     return RowSeconds(
         gathers=busiest * owned.gathers,
@@ -170,9 +184,9 @@ def exchange_s(
     def seconds_of_ways() -> tuple[float, float]:
         forward, backward = 0.0, 0.0
         again = config.train.recompute == "full"
-        for rows, number in Counter(stage.lookups).items():
+        for rows, number in Counter(_lookups(stage)).items():
             forward += number * sent(config, split, rows, division.rank_tokens)[0].seconds(config, hardware)
-        for rows, number in Counter(stage.backward_lookups).items():
+        for rows, number in Counter(_backward_lookups(stage)).items():
             ways = [way.seconds(config, hardware) for way in sent(config, split, rows, division.rank_tokens)]
             forward, backward = forward + again * number * ways[0], backward + number * ways[1]
         return forward, backward
@@ -218,7 +232,7 @@ def _kept(each: Estimate, split: Split, num_gpus: int) -> float:
     parts, division = split.parts_of(config.parallel.memory), Division.of(config, num_gpus)
     stage = stages_of(config)[each.fullest_stage]
     flights = in_flight(config, each.fullest_stage, division) / config.parallel.virtual_pipeline
-    lookups = 1 if config.train.recompute == "full" else flights * len(stage.backward_lookups)
+    lookups = 1 if config.train.recompute == "full" else flights * stage.num_backward_lookups
     width = memory.width("pre_values") * config.train.element_bytes
     return (parts - 1) * lookups * division.rank_tokens * width
 
@@ -235,8 +249,8 @@ def passes(config: RunConfig, hardware: Hardware) -> Iterator[Row]:
         skewed = replace(hardware, row_skew=skew)
         for group in (4, 8, 16, 32):
             grouped = replace(_grouped(config, group), train=replace(config.train, recompute="none"))
-            bank_rows = stages_of(grouped)[0].lookups[0]
-            stage = replace(stages_of(grouped)[0], lookups=(bank_rows,), backward_lookups=(bank_rows,))
+            (bank_rows, *_) = _lookups(stages_of(grouped)[0])
+            stage = reading(stages_of(grouped)[0], [bank_rows], [bank_rows])
             for split in SPLITS:
                 parts = split.parts_of(group)
                 columns = group // parts

@@ -270,9 +270,8 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
     if run.config_problem:
         yield "configuration", f"cannot be read by this version: {run.config_problem}"
     if config is not None:
-        model, memory = config.model, config.model.memory
-        kind = memory.kind if memory else "dense"
-        yield "model", f"{kind}, {plural(model.num_layers, 'block')} of width {model.hidden_size:,}"
+        model = config.model
+        yield "model", f"{model.memory_kinds}, {plural(model.num_layers, 'block')} of width {model.hidden_size:,}"
     if counts := run.parameters:
         tables = f", {count_in_millions(counts.tables)} in tables" if counts.tables else ""
         yield "parameters", f"{count_in_millions(counts.total)}{tables}, {count_in_millions(counts.active)} active"
@@ -294,8 +293,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "stage", run.metrics.stages[-1][1]
     if num_skipped := sum(steps for _, steps in metrics.skipped):
         yield "skipped", plural(num_skipped, "step")
-    for kind, sentence in in_words(metrics.dropped_out).items():
-        yield kind, sentence
+    yield from in_words(metrics.dropped_out).items()
     if run.incidents:
         last_one = run.incidents[-1]
         counts_of = Counter(incident.kind for incident in run.incidents)

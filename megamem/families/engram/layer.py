@@ -47,7 +47,7 @@ class EngramLayer(MemoryLayer):
         self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size)
         if memory.conv_kernel:
             self.conv_gain, self.conv = self._weight(hidden_size), self._weight(hidden_size, memory.conv_kernel)
-        sizes = torch.tensor(memory.sizes(self.view.bank + 1)[-1], device=device)
+        sizes = torch.tensor(memory.sizes(self._number + 1)[-1], device=device)
         self.register_buffer("sizes", sizes, persistent=False)
         self.register_buffer("offsets", sizes.cumsum(0) - sizes, persistent=False)
         # Checkpoints hold them: neither NumPy's generators nor Unicode's tables promise to stay as they are.
@@ -62,7 +62,7 @@ class EngramLayer(MemoryLayer):
         Raises:
             ValueError: the file of the map cannot be read, or is not that of this configuration.
         """
-        memory, index = self.memory, self.view.bank
+        memory, index = self.memory, self._number
         num, ids = memory.max_order, memory.num_hashed_ids
         if memory.rules == "ple":
             multipliers = splitmix_multipliers(num, ids, memory.hash_seed, index)
@@ -76,6 +76,11 @@ class EngramLayer(MemoryLayer):
                 read_token_map(Path(memory.token_map), len(self.token_map), memory.compressed_vocab_size)
             )
         return None
+
+    @property
+    def _number(self) -> int:
+        """Number of the layer, which has a bank of its own, among those of its family."""
+        return self.view.bank - self.view.banks_before
 
     @classmethod
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:

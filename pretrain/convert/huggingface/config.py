@@ -150,6 +150,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     memory = model.memory
     if memory is None:
         return None
+    if model.second_memory is not None:
+        raise _unknown(model, f"beside model.second_memory.kind {model.second_memory.kind}")
     scoring = memory.scoring
     if scoring is None:
         raise _unknown(model, "which chooses what it reads neither by scores nor by tokens")

@@ -65,5 +65,9 @@ class ReleasedConversion:
 
 def _release_of(model: ModelConfig) -> str:
     """UltraMemV2's, which holds whole models, where it has the family."""
+    if len(model.memories) > 1:
+        raise ConfigError(
+            f"the model has memories of two kinds, {model.memory_kinds}, which no release has: convert it to another format"
+        )
     released = family_of(model.memory).released if model.memory is not None else {ULTRAMEMV2_RELEASE: None}
     return ULTRAMEMV2_RELEASE if ULTRAMEMV2_RELEASE in released else META_RELEASE

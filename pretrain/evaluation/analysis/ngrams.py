@@ -159,16 +159,22 @@ def _load(rows: Sequence[NDArray[np.int64]], sizes: Sequence[int], counted: Coun
 
 @torch.no_grad()
 def gates_by_count(
-    model: MemoryGPTModel, held_out: HeldOutDataset, counted: Counted, groups: ParallelGroups, *, micro_batch_size: int
+    model: MemoryGPTModel,
+    layers: Sequence[MemoryLayer],
+    held_out: HeldOutDataset,
+    counted: Counted,
+    groups: ParallelGroups,
+    *,
+    micro_batch_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Mean gate of every memory layer over held-out tokens by how often the n-gram that ends there was counted.
+    """Mean gate of every layer over held-out tokens by how often the n-gram that ends there was counted.
 
     Tokens that have too few before them are left out. On data-parallel ranks. Collective.
 
     Returns:
-        [memory layers, bins] float64, NaN in bins without a token; and tokens per bin [bins] float64.
+        [layers, bins] float64, NaN in bins without a token; and tokens per bin [bins] float64.
     """
-    layers, device, order = model.memory_layers, groups.device, len(counted.tokens)
+    device, order = groups.device, len(counted.tokens)
     keys, counts = torch.from_numpy(counted.keys).to(device), torch.from_numpy(counted.counts).to(device)
     steps = torch.tensor(COUNT_STEPS, device=device)
     sums = torch.zeros(len(layers), len(COUNT_STEPS) + 1, 2, dtype=torch.float64, device=device)
@@ -196,14 +202,14 @@ def gates_by_count(
 
 
 @contextmanager
-def shuffled_addresses(model: MemoryGPTModel) -> Iterator[None]:
-    """Within it, every token reads the rows of another token of its microbatch, drawn from a seed."""
+def shuffled_addresses(layers: Sequence[MemoryLayer]) -> Iterator[None]:
+    """Within it, every token reads, in these layers, the rows of another token of its microbatch, drawn from a seed."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def shuffle(layer: MemoryLayer, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_shuffled(each, generator) if isinstance(each, Inputs) else each for each in arguments)
 
-    handles = [layer.register_forward_pre_hook(shuffle) for layer in model.memory_layers]
+    handles = [layer.register_forward_pre_hook(shuffle) for layer in layers]
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from pretrain.evaluation.analysis.deciles import NUM_BINS
 @torch.no_grad()
 def mean_weights(
     model: MemoryGPTModel,
+    layers: Sequence[MemoryLayer],
     held_out: HeldOutDataset,
     bin_of: NDArray[Any],
     groups: ParallelGroups,
@@ -32,12 +33,12 @@ def mean_weights(
     num_slots: int,
     micro_batch_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Mean weights of slots over the held-out tokens of each bin, on data-parallel ranks. Collective.
+    """Mean weights of slots in some layers over the held-out tokens of each bin, on data-parallel ranks. Collective.
 
     Returns:
-        [memory layers, bins, slots] float64, NaN in bins without a token; and tokens per bin [bins] float64.
+        [layers, bins, slots] float64, NaN in bins without a token; and tokens per bin [bins] float64.
     """
-    layers, device = model.memory_layers, groups.device
+    device = groups.device
     bins = torch.from_numpy(bin_of).to(device)
     # One bin more for tokens that are in none, and one column for the number of tokens.
     sums = torch.zeros(len(layers), NUM_BINS + 1, num_slots + 1, dtype=torch.float64, device=device)
@@ -59,7 +60,7 @@ def show(model: MemoryGPTModel, held_out: HeldOutDataset, groups: ParallelGroups
 
 
 @contextmanager
-def _watching(layers: list[MemoryLayer], sums: Tensor, bins: Tensor) -> Iterator[None]:
+def _watching(layers: Sequence[MemoryLayer], sums: Tensor, bins: Tensor) -> Iterator[None]:
     handles = [
         layer.register_forward_hook(partial(_add, of_layer, bins)) for layer, of_layer in zip(layers, sums, strict=True)
     ]

@@ -15,6 +15,9 @@ from megamem.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
+from megamem.memory_config import MemoryConfig
+from megamem.placed import PlacedMemory
+from megamem.spans import count_memory_layers
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
@@ -74,9 +77,7 @@ class ParameterCounts:
 
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Parameters of a model."""
-    memory, own = model.memory, memory_layer_costs(model)
-    per_row = memory.row_width if memory is not None else 0
-    reads = memory.num_lookups(model.num_memory_layers) * memory.lookup.rows if memory is not None else 0
+    own, plan = memory_layer_costs(model), model.memory_plan
     ffn, experts, idle = _ffn_parameters(model)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
@@ -85,11 +86,20 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
-        tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
-        read_values=reads * per_row,
+        tables=sum(bank.num_rows * model.family_of_bank(bank.index).row_width for bank in plan.banks),
+        read_values=sum(_read_values(model, memory) for memory in model.memories),
         experts=experts,
         idle_experts=idle,
     )
+
+
+def _read_values(model: ModelConfig, memory: MemoryConfig) -> int:
+    """Table elements that one token reads in all layers of a family."""
+    return memory.num_lookups(count_memory_layers(memory.placement, model.num_layers)) * _read_by_lookup(memory)
+
+
+def _read_by_lookup(memory: MemoryConfig) -> int:
+    return memory.lookup.rows * memory.row_width
 
 
 def _shared_parameters(model: ModelConfig) -> int:
@@ -115,10 +125,11 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
     """Costs of all memory layers, without their tables."""
-    if model.memory is None:
-        return LayerCosts()
-    costs = family_of(model.memory).costs
-    return sum((costs(model.memory, view, model.hidden_size) for view in model.memory_plan.views), LayerCosts())
+    return sum((_layer_costs(model, layer) for layer in model.memory_layers), LayerCosts())
+
+
+def _layer_costs(model: ModelConfig, layer: PlacedMemory) -> LayerCosts:
+    return family_of(layer.memory).costs(layer.memory, layer.view, model.hidden_size)
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -179,7 +190,7 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
 
     The read that the memories of all blocks share counts for the first of them.
     """
-    memory, width = model.memory, model.hidden_size
+    width = model.hidden_size
     plan = plan_blocks(model).get(block, PLAIN)
     weights = attention_weights(model, plan) + projected_twice(model, plan)
     if plan.has_ffn:
@@ -188,9 +199,10 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
         weights += ffn
     flops = 2.0 * weights
-    if memory is not None and plan.memory is not None:
-        own = family_of(memory).costs(memory, model.memory_plan.views[plan.memory], width)
+    if plan.memory is not None:
+        layer = model.memory_layers[plan.memory]
+        own, memory = _layer_costs(model, layer), layer.memory
         flops += own.key_flops + own.selection_flops + own.projection_flops
-        lookups = memory.num_lookups(plan.memory + 1) - memory.num_lookups(plan.memory)
-        flops += 2.0 * lookups * memory.lookup.rows * memory.row_width
+        lookups = memory.num_lookups(layer.number + 1) - memory.num_lookups(layer.number)
+        flops += 2.0 * lookups * _read_by_lookup(memory)
     return flops

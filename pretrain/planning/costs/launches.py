@@ -43,7 +43,7 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     tokens = train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context)
     if columns_meet_first(layout.memory_rows, layout.memory_columns, tokens):
         of_rows += LAUNCHES_MEETING[way]
-    moe, memories = config.model.moe, len(stage.lookups) * (LAUNCHES_MEMORY[way] + of_rows)
+    moe, memories = config.model.moe, stage.num_lookups * (LAUNCHES_MEMORY[way] + of_rows)
     of_experts = 0
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // layout.memory * LAUNCHES_EXPERT[way]

@@ -17,6 +17,7 @@ from enum import StrEnum
 from kernels.common.ids import bytes_per_id
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
+from megamem.memory_config import MemoryConfig
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
@@ -26,7 +27,7 @@ from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_files, has_read_rows, kept_bytes
-from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+from pretrain.planning.costs.stages import Blocks, Division, FamilyInStage, Stage, stages_of
 from pretrain.planning.costs.state import (
     dense_state,
     matrix_saving,
@@ -38,7 +39,7 @@ from pretrain.planning.costs.state import (
 
 
 class MemoryPart(StrEnum):
-    """A part of what a rank's device holds, in the order of a report; and what it holds in host memory."""
+    """A part of what a rank's device holds, in the order of a report; and what it holds in host memory and in files."""
 
     WEIGHTS = "weights"
     TABLES = "tables"
@@ -57,6 +58,7 @@ class MemoryPart(StrEnum):
     STREAMS = "kept for one stream alone"
     OTHER = "other"
     HOST = "host memory"
+    FILES = "tables in files"
 
 
 STATE_PARTS = (
@@ -262,7 +264,7 @@ def _activations(
     kept = block_kept(config, stage, stage.backward, stage.trained_blocks, tokens)
     # One trained block, if any is trained.
     one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
-    of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
+    of_one = _with_memory(config, stage, block_kept(config, stage, one, stage.trained_blocks, tokens), one, tokens)
     under_way = gradients_under_way(config, stage, tokens) if beside else {}
     passing = block_passing(config, stage, tokens, of_one, under_way)
     waiting: dict[MemoryPart, float] = {}
@@ -373,22 +375,37 @@ def block_kept(
         MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
         MemoryPart.FEED_FORWARD: share * ffns,
     }
-    own = stage.memory
-    if not stage.lookups or not blocks.memories:
+    if not stage.families or not blocks.memories:
         return parts
-    per_token = 4 * own.kept_wide + element * own.kept_narrow + 8 * own.kept_ids
-    memory = tokens * per_token + own.kept_keys * element
-    assert model.memory is not None
-    shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
-    memory += len(stage.lookups) * tokens * 4 * shared
-    exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
     # The share of the stage's memories that are in these blocks.
     share *= blocks.memories / stage.blocks.memories
-    return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+    of_memories = _sum(*(_memories_kept(config, family, tokens) for family in stage.families))
+    return {**parts, **{part: share * num for part, num in of_memories.items()}}
 
 
-def _with_memory(kept: dict[MemoryPart, float], blocks: Blocks) -> dict[MemoryPart, float]:
-    """Bytes of one block that has a memory, from the mean over all blocks, of which some have none."""
+def _memories_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:
+    """Bytes that backward of all memory layers of a family needs of their forward pass."""
+    own, memory, element = family.costs, family.memory, config.train.element_bytes
+    per_token = 4 * own.kept_wide + element * own.kept_narrow + 8 * own.kept_ids
+    shared = family_of(memory).shared_kept_wide(memory, config.model.hidden_size)
+    of_lookups = Counter(family.lookups).items()
+    return {
+        MemoryPart.MEMORY: tokens * per_token + own.kept_keys * element + len(family.lookups) * tokens * 4 * shared,
+        MemoryPart.EXCHANGE: sum(n * _lookup_kept(config, memory, rows, tokens) for rows, n in of_lookups),
+    }
+
+
+def _with_memory(
+    config: RunConfig, stage: Stage, kept: dict[MemoryPart, float], blocks: Blocks, tokens: int
+) -> dict[MemoryPart, float]:
+    """Bytes of one block that has a memory, of the family that keeps the most, from the mean over all blocks, of which
+    some have none."""
+    if len(stage.families) > 1:
+        layers = [
+            {part: num / family.layers for part, num in _memories_kept(config, family, tokens).items()}
+            for family in stage.families
+        ]
+        return kept | (max(layers, key=_total) if blocks.memories else {})
     per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 
@@ -398,20 +415,19 @@ def _core_kept(config: RunConfig, tokens: int) -> float:
     return float(tokens * 4 * config.model.num_attention_heads + kept_beyond_whole_sequences(config))
 
 
-def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
+def _lookup_kept(config: RunConfig, memory: MemoryConfig, bank_rows: int, tokens: int) -> float:
     """Ids and bins (of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
 
     With parts of rows, as many projected inputs are here as parts.
     Without pre-values on whole tables the coefficients are the scores, which are the layer's own.
     """
-    memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
-    assert memory is not None
+    group, element = config.parallel.memory, config.train.element_bytes
     lookup, pre_width = memory.lookup, memory.width("pre_values")
     reads = tokens * lookup.rows
     sums = tokens * lookup.bins * memory.width("values") * element
     row_parts = config.parallel.memory_rows
     coefficients = group * reads * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
-    ids = group * reads * _id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2)
+    ids = group * reads * _id_bytes(config, memory, bank_rows) * (1 if lookup.bins == 1 else 2)
     if group == 1 and not pre_width:
         coefficients = 0
     # Products before their activation and after it.
@@ -419,25 +435,29 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     return ids + coefficients + row_parts * tokens * pre_width * element + products + sums
 
 
-def _id_bytes(config: RunConfig, bank_rows: int) -> int:
+def _id_bytes(config: RunConfig, memory: MemoryConfig, bank_rows: int) -> int:
     """Bytes of an id, and of a bin, as a lookup keeps them."""
-    assert config.model.memory is not None
-    bins = config.model.memory.lookup.bins if config.parallel.memory > 1 else 1
+    bins = memory.lookup.bins if config.parallel.memory > 1 else 1
     return bytes_per_id(bank_rows * bins)
 
 
 def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
     """Bytes that the last lookup's table gradients hold beside the rest of backward, on a stream of their own
-    (`kernels.common.gradient_stream`).
+    (`kernels.common.gradient_stream`); of two families the larger one's.
 
     They are ids, and bins; their order, rows and 8 bytes of positions; coefficients, the gradients of products, and
     vectors, of which parts of rows have as many times more.
     """
-    memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
-    if memory is None or not stage.backward.memories:
+    if not stage.backward.memories:
         return {}
+    found = [_gradients_under_way(config, family, tokens) for family in stage.families if family.backward_lookups]
+    return max(found, key=_total, default={})
+
+
+def _gradients_under_way(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:
+    memory, group, element = family.memory, config.parallel.memory, config.train.element_bytes
     lookup, has_products = memory.lookup, memory.width("pre_values") > 0
-    entries, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
+    entries, per_id = group * tokens * lookup.rows, _id_bytes(config, memory, max(family.lookups))
     coefficients = (coefficients_per_rank(lookup.scores, config.parallel.memory_columns) + has_products) * element
     widths = lookup.bins * memory.width("values") + memory.width("pre_values")
     vectors = config.parallel.memory_rows * tokens * widths * element
@@ -482,7 +502,7 @@ def block_passing(
     number. Backward of the read: the ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward
     of the retrieval: the gradients of the key scores, when what the lookup and the entries kept is gone.
     """
-    model, element, group = config.model, config.train.element_bytes, config.parallel.memory
+    model, element = config.model, config.train.element_bytes
     backbone: list[dict[MemoryPart, float]] = [{}]
     if stage.backward.ffns:
         trained = stage.trained_blocks.ffns > 0
@@ -499,26 +519,12 @@ def block_passing(
         gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
         whole = config.train.recompute == "full"
         moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
-    elif memory is not None and stage.lookups and stage.backward.memories:
-        lookup = memory.lookup
-        ids, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
-        cut = 2 * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
-        both = per_id * (lookup.bins > 1)
-        passing = max(cut, both) * ids if group > 1 else 0
-        of_scores = 4 * tokens * stage.memory.backward_wide / len(stage.lookups)
-        entries = tokens * stage.memory.kept_by_entries / len(stage.lookups)
-        moments += [
-            {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
-            {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: float(passing)},
-            {
-                MemoryPart.BACKWARD: of_scores,
-                MemoryPart.MEMORY: -entries,
-                MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
-            },
-        ]
+    elif stage.families and stage.backward.memories:
+        for family in stage.families:
+            moments += _moments(config, family, tokens, kept)
+            on_gradient_stream = max(on_gradient_stream, _sort_bytes(config, family, tokens))
         operands = under_way.get(MemoryPart.EXCHANGE, 0.0)
         on_memory_stream = max(0.0, *(_total(moment) + operands for moment in moments))
-        on_gradient_stream = float((per_id + 8 + SORT_SCRATCH) * ids)
         moments = [_sum(moment, under_way) for moment in moments]
         moments.append({MemoryPart.MEMORY: on_gradient_stream})
     return Passing(
@@ -529,6 +535,35 @@ def block_passing(
         on_memory_stream,
         on_gradient_stream,
     )
+
+
+def _moments(
+    config: RunConfig, family: FamilyInStage, tokens: int, kept: dict[MemoryPart, float]
+) -> list[dict[MemoryPart, float]]:
+    """Largest moments of a memory layer of a family: selection, read, and backward of the retrieval; see
+    `block_passing`."""
+    element, group, lookup = config.train.element_bytes, config.parallel.memory, family.memory.lookup
+    ids, per_id = group * tokens * lookup.rows, _id_bytes(config, family.memory, max(family.lookups))
+    cut = 2 * coefficients_per_rank(lookup.scores, config.parallel.memory_columns) * element
+    both = per_id * (lookup.bins > 1)
+    passing = max(cut, both) * ids if group > 1 else 0
+    of_scores = 4 * tokens * family.costs.backward_wide / len(family.lookups)
+    entries = tokens * family.costs.kept_by_entries / len(family.lookups)
+    return [
+        {MemoryPart.MEMORY: 4.0 * tokens * family.costs.select_wide / len(family.lookups)},
+        {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: float(passing)},
+        {
+            MemoryPart.BACKWARD: of_scores,
+            MemoryPart.MEMORY: -entries,
+            MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
+        },
+    ]
+
+
+def _sort_bytes(config: RunConfig, family: FamilyInStage, tokens: int) -> float:
+    """Bytes of the sort of a lookup's ids, their rows and 8 bytes of positions."""
+    per_id = _id_bytes(config, family.memory, max(family.lookups))
+    return float((per_id + 8 + SORT_SCRATCH) * config.parallel.memory * tokens * family.memory.lookup.rows)
 
 
 def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:

@@ -7,9 +7,12 @@ as many as were read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files, keeps_rows
-from pretrain.planning.costs.stages import Division, Stage
+from pretrain.planning.costs.stages import Division, FamilyInStage, Stage
 
 _SUM = 4
 _PLACES = 8 + 8
@@ -38,19 +41,37 @@ def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     return 2 * (elements * config.train.element_bytes + most_rows(config, stage, division) * _PER_FETCHED_ROW)
 
 
+def ids_ahead_bytes(config: RunConfig) -> float:
+    """Bytes that a rank sends per step so that all of its memory group know the next one's tokens, where tables lie in files:
+    ids and positions, in 4 bytes each, of its share of the samples."""
+    if not has_files(config):
+        return 0.0
+    size, train = config.parallel.memory, config.train
+    return (size - 1) * -(-train.global_batch_size // size) * train.sequence_length * 2 * 4
+
+
 def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
     """Rows of all banks, on a rank, that a step can read at the most."""
-    memory, layout = config.model.memory, config.parallel
-    assert memory is not None
-    entries = layout.memory * division.rank_tokens * memory.lookup.rows * division.num_microbatches
-    return sum(min(entries * lookups, rows / layout.memory_rows) for rows, lookups in _lookups_of_banks(config, stage))
+    return sum(number for _, number in most_rows_of_families(config, stage, division))
+
+
+def most_rows_of_families(config: RunConfig, stage: Stage, division: Division) -> Iterator[tuple[MemoryConfig, float]]:
+    """The same by family."""
+    layout = config.parallel
+    for family in stage.families:
+        entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
+        yield (
+            family.memory,
+            sum(
+                min(entries * lookups, rows / layout.memory_rows) for rows, lookups in _lookups_of_banks(stage, family)
+            ),
+        )
 
 
 def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
     """Elements of those rows in all tables, on a rank."""
-    memory = config.model.memory
-    assert memory is not None
-    return most_rows(config, stage, division) * memory.row_width / config.parallel.memory_columns
+    by_family = most_rows_of_families(config, stage, division)
+    return sum(rows * memory.row_width / config.parallel.memory_columns for memory, rows in by_family)
 
 
 def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
@@ -59,7 +80,7 @@ def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
     Args:
         by_lookup: bytes of one lookup's.
     """
-    return (division.num_microbatches - 1) * len(stage.backward_lookups) * by_lookup
+    return (division.num_microbatches - 1) * stage.num_backward_lookups * by_lookup
 
 
 def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -70,15 +91,15 @@ def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
 
 def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:
     """Ids of a microbatch's lookups in the bank that most of them read."""
-    memory = config.model.memory
-    assert memory is not None
-    lookups = max((lookups for _, lookups in _lookups_of_banks(config, stage)), default=0.0)
-    return lookups * config.parallel.memory * division.rank_tokens * memory.lookup.rows
+    reads = [
+        lookups * family.memory.lookup.rows
+        for family in stage.families
+        for _, lookups in _lookups_of_banks(stage, family)
+    ]
+    return max(reads, default=0.0) * config.parallel.memory * division.rank_tokens
 
 
-def _lookups_of_banks(config: RunConfig, stage: Stage) -> list[tuple[int, float]]:
-    """The trained banks: rows of each, and the lookups per microbatch, of banks of as many rows the mean."""
-    memory = config.model.memory
-    assert memory is not None
-    rows_of_banks = [bank.elements // memory.row_width for bank in stage.trained_banks]
-    return [(rows, stage.backward_lookups.count(rows) / rows_of_banks.count(rows)) for rows in rows_of_banks]
+def _lookups_of_banks(stage: Stage, family: FamilyInStage) -> list[tuple[int, float]]:
+    """A family's trained banks: rows of each, and the lookups per microbatch, of banks of as many rows the mean."""
+    banks = [bank.num_rows for bank in stage.trained_banks if bank.memory.kind == family.memory.kind]
+    return [(rows, family.backward_lookups.count(rows) / banks.count(rows)) for rows in banks]

@@ -68,9 +68,8 @@ def exposed(
     pieces = list(pieces_of(config, stage, division, hardware))
     blocks = max(1, stage.blocks.num)
     layout = config.parallel
-    memory = config.model.memory
     # A step begins with a decomposition of all cores, and so with a wait for the parts that they are in: nearly all.
-    dense_first = memory is not None and memory.scoring == Scoring.TUCKER
+    dense_first = any(memory.scoring == Scoring.TUCKER for memory in config.model.memories)
     return Exposed(
         reduce_exposed(pieces, backward_s / blocks if layout.overlap_grad_reduce else 0.0),
         gather_exposed(pieces, forward_s / blocks if layout.overlap_param_gather else 0.0, dense_first=dense_first),

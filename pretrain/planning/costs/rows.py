@@ -70,19 +70,18 @@ class RowSeconds:
 
 def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware) -> RowSeconds:
     """Seconds of a stage's lookups of one microbatch, with `tokens` on a rank; recomputation repeats forward."""
-    memory = config.model.memory
     total = RowSeconds()
-    if memory is None:
-        return total
     again = config.train.recompute == "full" and not stage.reads_before_blocks
-    num_entries = config.parallel.memory * tokens * memory.lookup.rows
-    for bank_rows, number in Counter(stage.lookups).items():
-        total += number * _forward(config, memory, bank_rows, num_entries, hardware)
-    for bank_rows, number in Counter(stage.backward_lookups).items():
-        both = _backward(config, memory, bank_rows, num_entries, hardware)
-        if again:
-            both += _forward(config, memory, bank_rows, num_entries, hardware)
-        total += number * both
+    for family in stage.families:
+        memory = family.memory
+        num_entries = config.parallel.memory * tokens * memory.lookup.rows
+        for bank_rows, number in Counter(family.lookups).items():
+            total += number * _forward(config, memory, bank_rows, num_entries, hardware)
+        for bank_rows, number in Counter(family.backward_lookups).items():
+            both = _backward(config, memory, bank_rows, num_entries, hardware)
+            if again:
+                both += _forward(config, memory, bank_rows, num_entries, hardware)
+            total += number * both
     return total
 
 

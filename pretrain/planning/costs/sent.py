@@ -15,7 +15,7 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.memory import trained_dense, trained_tables
-from pretrain.planning.costs.read_rows import has_read_rows, most_rows
+from pretrain.planning.costs.read_rows import has_read_rows, ids_ahead_bytes, most_rows_of_families
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
 
@@ -27,7 +27,7 @@ class StageSent:
     """Bytes that one rank of a stage sends per step.
 
     Attributes:
-        memory: of lookups and of tokens that go to experts.
+        memory: of lookups, of the next step's ids for tables in files, and of tokens that go to experts.
         context: of attention across cut sequences, and of what else looks back across them.
         tensor: of tensor parallelism in forward and backward, and of what looks back across its cuts.
         halo: of what looks back across the cuts of both.
@@ -71,7 +71,8 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         return num_bytes * (size - 1) / size
 
     return StageSent(
-        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
+        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
+        + ids_ahead_bytes(config),
         context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
         tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
         + _tensor_sums(config, stage, division),
@@ -111,16 +112,15 @@ def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
 
     Without those that replicas send each other where a range ends within a row: one number per replica.
     """
-    columns, memory = config.parallel.memory_columns, config.model.memory
-    if memory is None:
-        return 0.0
+    columns = config.parallel.memory_columns
     if table_update(config.optimizer) is not ROW_WISE:
         return 0.0
     if has_read_rows(config):
-        rows = most_rows(config, stage, division)
+        rows = sum(len(memory.tables) * rows for memory, rows in most_rows_of_families(config, stage, division))
     else:
-        rows = stage.trained.table_elements / memory.row_width / config.parallel.memory_rows
-    sums = _ROW_SUM * rows * len(memory.tables) / division.table_replicas
+        of_banks = sum(len(bank.memory.tables) * bank.num_rows for bank in stage.trained_banks)
+        rows = of_banks / config.parallel.memory_rows
+    sums = _ROW_SUM * rows / division.table_replicas
     return 2 * (columns - 1) / columns * sums
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megamem.block_plan import PLAIN, BlockPlan, plan_blocks, reads_beside_ffn
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
-from megamem.sharing import BankSpec, LayerView
+from megamem.memory_config import MemoryConfig
+from megamem.placed import PlacedMemory
+from megamem.sharing import BankSpec
 from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
@@ -62,19 +64,44 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class FamilyInStage:
+    """Memory layers of one family in a stage.
+
+    Attributes:
+        memory: their config.
+        costs: of them together, without their tables.
+        layers: their number.
+        lookups: rows of the bank that each of them reads, or each chunk, if its layers read together.
+        backward_lookups: of these, the ones that have a backward pass.
+    """
+
+    memory: MemoryConfig
+    costs: LayerCosts
+    layers: int
+    lookups: tuple[int, ...]
+    backward_lookups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BankInStage:
     """A bank of a stage whose tables are trained.
 
     Attributes:
+        memory: config of the layers that read it.
         elements: of its tables.
         chunk: the first of the stage's chunks that reads it.
         blocks_below: blocks of that chunk below the first that reads it: when backward is there, its gradient is
             complete, and when forward is, it is needed.
     """
 
+    memory: MemoryConfig
     elements: int
     chunk: int
     blocks_below: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.elements // self.memory.row_width
 
 
 @dataclass(frozen=True)
@@ -92,9 +119,7 @@ class Stage:
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
         expert_weights: weights of experts.
-        memory: costs of its memory layers without their tables.
-        lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
-        backward_lookups: of these, the ones that have a backward pass.
+        families: its memory layers, by their family.
         reads_before_blocks: whether layers read together, before the first block of their chunk: by token ids alone.
         trained: what of it is trained.
         trained_banks: banks with trained tables, in the order in which forward reads them.
@@ -110,9 +135,7 @@ class Stage:
     whole_weights: int
     table_elements: int
     expert_weights: int
-    memory: LayerCosts
-    lookups: tuple[int, ...]
-    backward_lookups: tuple[int, ...]
+    families: tuple[FamilyInStage, ...]
     reads_before_blocks: bool
     trained: TrainedWeights
     trained_banks: tuple[BankInStage, ...]
@@ -125,6 +148,21 @@ class Stage:
     @property
     def has_loss(self) -> bool:
         return any(chunk.has_loss for chunk in self.chunks)
+
+    @property
+    def memory(self) -> LayerCosts:
+        """Costs of its memory layers without their tables."""
+        return sum((family.costs for family in self.families), LayerCosts())
+
+    @property
+    def num_lookups(self) -> int:
+        """Lookups of a forward pass."""
+        return sum(len(family.lookups) for family in self.families)
+
+    @property
+    def num_backward_lookups(self) -> int:
+        """Lookups that have a backward pass."""
+        return sum(len(family.backward_lookups) for family in self.families)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
@@ -148,29 +186,27 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     memory = model.memory
     blocks = [block for chunk in chunks for block in chunk.layers]
     indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
-    views = [model.memory_plan.views[index] for index in indices]
-    banks = {view.bank for view in views}
+    layers = [model.memory_layers[index] for index in indices]
+    banks = {layer.view.bank for layer in layers}
     split, whole, experts = _blocks_weights(model, blocks)
     embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
     # A tied output projection on a stage of its own is a copy.
     has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
-    costs = sum((_costs(model, view) for view in views), LayerCosts())
+    costs = sum((_costs(model, layer) for layer in layers), LayerCosts())
     split += costs.split_by_heads
     whole += costs.retrieval + costs.projections - costs.split_by_heads
-    lookups = tuple(view.num_bank_rows for view in views)
-    backward_lookups = tuple(
-        view.num_bank_rows
-        for index, view in zip(indices, views, strict=True)
-        if model.memory_spans[index].read >= part.first_block
-    )
+    families = tuple(_family(part, each, layers) for each in model.memories)
+    families = tuple(family for family in families if family.layers)
     reads_before_blocks = memory is not None and memory.reads_once
-    if memory is not None and reads_before_blocks and views:
+    if memory is not None and reads_before_blocks and layers:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
-        lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
+        (family,) = families
+        lookups = family.lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
         # Token ids have no gradient: there is one of the table alone.
         backward_lookups = lookups if part.trains(reading) else ()
+        families = (replace(family, lookups=lookups, backward_lookups=backward_lookups),)
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
@@ -190,9 +226,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         whole_weights=whole,
         table_elements=tables,
         expert_weights=experts,
-        memory=costs,
-        lookups=lookups,
-        backward_lookups=backward_lookups,
+        families=families,
         reads_before_blocks=reads_before_blocks,
         trained=trained,
         trained_banks=_trained_banks(part, chunks, indices),
@@ -200,9 +234,21 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     )
 
 
+def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemory]) -> FamilyInStage:
+    """Those of some memory layers of a stage that are of this family."""
+    own = [layer for layer in layers if layer.memory.kind == memory.kind]
+    return FamilyInStage(
+        own[0].memory if own else memory,
+        sum((_costs(part.model, layer) for layer in own), LayerCosts()),
+        len(own),
+        tuple(layer.view.num_bank_rows for layer in own),
+        tuple(layer.view.num_bank_rows for layer in own if layer.span.read >= part.first_block),
+    )
+
+
 def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequence[int]) -> tuple[BankInStage, ...]:
     """The banks that these memory layers of a stage read, if their tables are trained."""
-    model, memory = part.model, part.model.memory
+    model = part.model
     first_readers: dict[int, int] = {}
     for layer in layers:
         first_readers.setdefault(model.memory_plan.views[layer].bank, model.memory_spans[layer].read)
@@ -212,8 +258,9 @@ def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequ
         if not part.trains(readers_of_bank(model, spec)):
             continue
         chunk, blocks = next((n, chunk.layers) for n, chunk in enumerate(chunks) if reader in chunk.layers)
-        reads_first = memory is not None and memory.reads_once
-        found.append(BankInStage(_elements(model, spec), chunk, 0 if reads_first else reader - blocks[0]))
+        memory = model.family_of_bank(bank)
+        below = 0 if memory.reads_once else reader - blocks[0]
+        found.append(BankInStage(memory, _elements(model, spec), chunk, below))
     return tuple(found)
 
 
@@ -240,14 +287,14 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
     model, memory = part.model, part.model.memory
     trained = [block for block in blocks if part.trains({block})]
     split, whole, experts = _blocks_weights(model, trained)
-    read = [(span.read, view) for span, view in zip(model.memory_spans, model.memory_plan.views, strict=True)]
-    costs = sum((_costs(model, view) for block, view in read if block in trained), LayerCosts())
+    read = [(layer.span.read, layer) for layer in model.memory_layers]
+    costs = sum((_costs(model, layer) for block, layer in read if block in trained), LayerCosts())
     split += costs.split_by_heads
     whole += costs.retrieval + costs.projections - costs.split_by_heads
     reads_here = any(block in blocks for block, _ in read)
     if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
-    banks = {view.bank for block, view in read if block in blocks}
+    banks = {layer.view.bank for block, layer in read if block in blocks}
     tables = [model.memory_plan.banks[bank] for bank in banks]
     elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))
     matrices = HiddenMatrices.of(model, _plans(model, trained), costs)
@@ -269,13 +316,11 @@ def _plans(model: ModelConfig, blocks: Sequence[int]) -> list[BlockPlan]:
 
 
 def _elements(model: ModelConfig, bank: BankSpec) -> int:
-    assert model.memory is not None
-    return bank.num_rows * model.memory.row_width
+    return bank.num_rows * model.family_of_bank(bank.index).row_width
 
 
-def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
-    assert model.memory is not None
-    return family_of(model.memory).costs(model.memory, view, model.hidden_size)
+def _costs(model: ModelConfig, layer: PlacedMemory) -> LayerCosts:
+    return family_of(layer.memory).costs(layer.memory, layer.view, model.hidden_size)
 
 
 def _block_weights(model: ModelConfig, block: BlockPlan) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
 from pretrain.planning.costs.matrices import num_elements
@@ -47,9 +48,17 @@ def stored_table(config: RunConfig) -> float:
 
 
 def _table_state(config: RunConfig, weight_bytes: int, *, copies: int) -> float:
-    update, memory = table_update(config.optimizer), config.model.memory
-    rows_per_element = 0.0 if memory is None else len(memory.tables) / memory.row_width
-    return update.element_bytes(weight_bytes) + copies * update.row_bytes * rows_per_element
+    update = table_update(config.optimizer)
+    return update.element_bytes(weight_bytes) + copies * update.row_bytes * _rows_per_element(config.model)
+
+
+def _rows_per_element(model: ModelConfig) -> float:
+    """Rows of all tables over their elements; of two families' tables the mean over the model."""
+    if len(model.memories) < 2:
+        return sum(len(memory.tables) / memory.row_width for memory in model.memories)
+    banks = [(bank.num_rows, model.family_of_bank(bank.index)) for bank in model.memory_plan.banks]
+    rows = sum(num_rows * len(memory.tables) for num_rows, memory in banks)
+    return rows / sum(num_rows * memory.row_width for num_rows, memory in banks)
 
 
 def _copy_bytes(config: RunConfig) -> int:

@@ -72,21 +72,23 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
     forward. Tokens x layers and the optimizer state of tables are split evenly over all ranks.
     """
     model, train = config.model, config.train
-    if model.memory is None:
-        return {}
-    memory, forwards = model.memory, 2 if train.recompute == "full" else 1
+    forwards = 2 if train.recompute == "full" else 1
     tokens, element = train.tokens_per_step / num_ranks, train.element_bytes
     layer_costs, tables = memory_layer_costs(model), count_parameters(model).tables
-    reads = tokens * model.num_memory_layers * memory.lookup.rows
     gradient = table_gradient_bytes(config.optimizer)
-    pre_width, row_width = memory.width("pre_values"), memory.row_width
+    # Elements of tables that are read.
+    all_read = of_pre_values = 0.0
+    for layer in model.memory_layers:
+        reads = tokens * layer.memory.lookup.rows
+        all_read += reads * layer.memory.row_width
+        of_pre_values += reads * layer.memory.width("pre_values")
     costs = {
         Part.KEYS: Cost(flops=(forwards + 2) * tokens * layer_costs.key_flops),
         Part.PROJECTIONS: Cost(flops=(forwards + 2) * tokens * layer_costs.projection_flops),
         Part.SELECTION: Cost(num_bytes=forwards * tokens * layer_costs.selection_bytes),
-        Part.GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * pre_width * element),
-        Part.GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * (row_width - pre_width) * element),
-        Part.TABLE_GRADIENT: Cost(num_bytes=2 * gradient * reads * row_width),
+        Part.GATHER_DOT: Cost(num_bytes=(forwards + 1) * of_pre_values * element),
+        Part.GATHER_SUM: Cost(num_bytes=(forwards + 1) * (all_read - of_pre_values) * element),
+        Part.TABLE_GRADIENT: Cost(num_bytes=2 * gradient * all_read),
         Part.EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
         Part.ZEROING: Cost(num_bytes=gradient * tables / (config.parallel.pipeline * config.parallel.memory)),
     }

@@ -161,13 +161,9 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
 
     A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
-    memory = config.model.memory
     forward = backward = WayBytes()
-    if memory is None:
-        return forward, backward
     traffic_of = partial(
         lookup_traffic,
-        memory,
         group_size=config.parallel.memory,
         row_parts=config.parallel.memory_rows,
         num_tokens=division.rank_tokens,
@@ -175,19 +171,20 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         follows_heads=follows_heads(config),
     )
 
-    def ways_of(rows: int) -> tuple[WayBytes, WayBytes]:
-        lookup = traffic_of(rows)
+    def ways_of(memory: MemoryConfig, rows: int) -> tuple[WayBytes, WayBytes]:
+        lookup = traffic_of(memory, rows)
         if stage.reads_before_blocks:
             lookup = replace(lookup, meeting_coefficients=0, coefficient_gradients=0)
         return lookup.forward_way, lookup.backward_way
 
-    for rows, number in Counter(stage.lookups).items():
-        forward += number * ways_of(rows)[0]
-    for rows, number in Counter(stage.backward_lookups).items():
-        again, back = ways_of(rows)
-        backward += number * back
-        if config.train.recompute == "full" and not stage.reads_before_blocks:
-            forward += number * again
+    for family in stage.families:
+        for rows, number in Counter(family.lookups).items():
+            forward += number * ways_of(family.memory, rows)[0]
+        for rows, number in Counter(family.backward_lookups).items():
+            again, back = ways_of(family.memory, rows)
+            backward += number * back
+            if config.train.recompute == "full" and not stage.reads_before_blocks:
+                forward += number * again
     return forward, backward
 
 
@@ -240,13 +237,17 @@ def halo_bytes(config: RunConfig, stage: Stage, *, busiest: bool = False) -> Hal
     Ranks in the middle of sequences send for each of their stretches, of which context parallelism gives them two, and
     the first rank's second stretch is the end of the sequence.
     """
-    layout, memory, train = config.parallel, config.model.memory, config.train
-    if memory is None or not stage.lookups or not (memory.ids_before or stage.memory.halo_tokens):
+    layout, train = config.parallel, config.train
+    looking = [each for each in stage.families if each.memory.ids_before or each.costs.halo_tokens]
+    if not looking:
         return HaloTraffic(0, 0)
-    reading = {span.read for span in config.model.memory_spans}
+    # Of two families in a model one looks back at the most.
+    (family,) = looking
+    memory = family.memory
+    reading = {layer.span.read for layer in config.model.memory_layers if layer.memory.kind == memory.kind}
     chunks = sum(bool(reading & set(chunk.layers)) for chunk in stage.chunks)
     of_context = train.sequence_length // layout.context
-    width = stage.memory.halo_tokens // len(stage.lookups)
+    width = family.costs.halo_tokens // len(family.lookups)
     # Where a halo is no longer than a stretch, none has more to send than the first two of context parallelism, whose
     # tensor-parallel ranks follow one another.
     is_short = max(width, memory.ids_before) <= of_context // layout.tensor // 2
@@ -254,14 +255,15 @@ def halo_bytes(config: RunConfig, stage: Stage, *, busiest: bool = False) -> Hal
     ids = max(
         halo_tokens_sent(rank, of_context, memory.ids_before, tensor=1, context=layout.context) for rank in range(some)
     )
-    forward = len(stage.lookups) + (len(stage.backward_lookups) if train.recompute == "full" else 0)
+    num_backward = len(family.backward_lookups)
+    forward = len(family.lookups) + (num_backward if train.recompute == "full" else 0)
 
     def elements(rank: int) -> int:
         cut = {"tensor": layout.tensor, "context": layout.context}
         sent = halo_tokens_sent(rank, of_context // layout.tensor, width, **cut)
         # Backward returns the gradients of what came, from whom it came: the first rank asks for what it has the end of.
         returned = halo_tokens_returned(rank, of_context // layout.tensor, width, **cut)
-        return forward * sent + len(stage.backward_lookups) * returned
+        return forward * sent + num_backward * returned
 
     most = max(elements(rank) for rank in range(some * layout.tensor if busiest else 1))
     return HaloTraffic(

@@ -140,7 +140,7 @@ def _part_rows(
     """One layer's passes over a microbatch, by parts of a plan: the floors' sum, and the plan's figure."""
     num_ranks = fewest_ranks(config.parallel)
     time, stages = step_time(config, num_ranks, hardware), stages_of(config)
-    passes = Division.of(config, num_ranks).num_microbatches * len(stages[time.slowest_stage].lookups)
+    passes = Division.of(config, num_ranks).num_microbatches * stages[time.slowest_stage].num_lookups
     forwards = 2 if config.train.recompute == "full" else 1
     for part in dict.fromkeys(call.part for call in calls):
         seconds = 0.0

@@ -20,7 +20,14 @@ from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_co
 from tools.evaluate import check_data
 from tools.parsers import add_command
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
-from tools.studies.analyse.measures import MEASURES, Analysed, deciles_of
+from tools.studies.analyse.measures import (
+    MEASURES,
+    Analysed,
+    addressed_by_ngrams,
+    deciles_of,
+    of_families,
+    weighs_slots,
+)
 from tools.studies.analyse.pages import table_and_page
 
 if TYPE_CHECKING:
@@ -185,16 +192,17 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
 
 
 def _check_memory(name: str, config: RunConfig, path: Path) -> None:
-    memory = config.model.memory
-    if memory is None:
+    memories = config.model.memories
+    if not memories:
         raise ConfigError(f"{path} is a model without memory, of which `megamem analyse {name}` has nothing to say")
-    if name == "ngrams" and memory.ngrams(config.model.num_memory_layers) is None:
+    kinds = config.model.memory_kinds
+    if name == "ngrams" and not of_families(config.model, addressed_by_ngrams):
         raise ConfigError(
-            f"{path} has a memory of kind {memory.kind}, whose rows no n-gram addresses: `megamem analyse ngrams` is for "
+            f"{path} has a memory of kind {kinds}, whose rows no n-gram addresses: `megamem analyse ngrams` is for "
             "memories of n-grams (docs/engram.md)"
         )
-    if name == "routing" and not memory.slot_names:
+    if name == "routing" and not of_families(config.model, weighs_slots):
         raise ConfigError(
-            f"{path} has a memory of kind {memory.kind}, whose rows are retrieved: `megamem plot` shows how evenly they are "
+            f"{path} has a memory of kind {kinds}, whose rows are retrieved: `megamem plot` shows how evenly they are "
             "read; routing is for memories whose slots every token weighs (docs/token-tables.md)"
         )

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megamem.block_plan import inserted_blocks
+from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
+from megamem.placed import PlacedMemory
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
@@ -20,6 +23,7 @@ from pretrain.run.folder import RunFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megamem.layers.layer import MemoryLayer
     from megamem.model import MemoryGPTModel
     from parallel.groups import ParallelGroups
     from pretrain.data.held_out import HeldOutDataset
@@ -45,6 +49,22 @@ def deciles_of(config: RunConfig) -> Deciles:
     """The bins of a run's training data."""
     tokenizer = check_blend(config.read_data)
     return frequency_deciles(count_tokens(config.data.datasets, tokenizer.vocab_size), tokenizer)
+
+
+def addressed_by_ngrams(memory: MemoryConfig) -> bool:
+    """True if n-grams say which rows the layers of a family read."""
+    return memory.ngrams(1) is not None
+
+
+def weighs_slots(memory: MemoryConfig) -> bool:
+    """True if every token weighs slots in the layers of a family."""
+    return bool(memory.slot_names)
+
+
+def of_families(model: ModelConfig, asked: Callable[[MemoryConfig], bool]) -> list[PlacedMemory]:
+    """The memory layers of the first family of a model of which this is true."""
+    family = next(filter(asked, model.memories), None)
+    return [layer for layer in model.memory_layers if family is not None and layer.memory.kind == family.kind]
 
 
 @contextmanager
@@ -117,18 +137,19 @@ def measure_routing(run: Analysed) -> None:
     """Mean weights by layer, bin and slot."""
     from pretrain.evaluation.analysis.routing import mean_weights
 
-    memory = run.config.model.memory
-    assert memory is not None
+    placed = of_families(run.config.model, weighs_slots)
+    slots = placed[0].memory.slot_names
     with _restored(run) as ((model,), held_out, groups):
         weights, tokens = mean_weights(
             model,
+            _built(model, placed),
             held_out,
             run.deciles.bin_of,
             groups,
-            num_slots=len(memory.slot_names),
+            num_slots=len(slots),
             micro_batch_size=run.config.train.micro_batch_size,
         )
-        blocks = [span.read for span in run.config.model.memory_spans]
+        blocks = [layer.span.read for layer in placed]
         of_layers = [
             {
                 "block": block,
@@ -137,7 +158,7 @@ def measure_routing(run: Analysed) -> None:
             }
             for block, of_layer in zip(blocks, weights, strict=True)
         ]
-        _write(run, groups, slots=memory.slot_names, tokens_by_bin=tokens.tolist(), layers=of_layers)
+        _write(run, groups, slots=slots, tokens_by_bin=tokens.tolist(), layers=of_layers)
 
 
 def measure_collapse(run: Analysed) -> None:
@@ -196,33 +217,38 @@ def measure_ngrams(run: Analysed) -> None:
     from pretrain.evaluation.evaluate import evaluate
 
     model_config, size = run.config.model, run.config.train.micro_batch_size
-    memory = model_config.memory
-    assert memory is not None
-    ngrams = memory.ngrams(model_config.num_memory_layers)
+    placed = of_families(model_config, addressed_by_ngrams)
+    ngrams = placed[0].memory.ngrams(len(placed))
     assert ngrams is not None
     with _restored(run) as ((model,), held_out, groups):
-        layers = model.memory_layers
+        layers = _built(model, placed)
         streams = sampled_streams(run.config.data.datasets, run.args.tokens)
         loads: list[list[dict[str, Any]]] = [[] for _ in layers]
         for order in range(2, ngrams.max_order + 1):
             counted = counted_ngrams(streams, layers[0], order)
             for of_layer, load in zip(loads, loads_of(layers, ngrams, counted), strict=True):
                 of_layer.append({"order": order, **asdict(load)})
-        gates, tokens = gates_by_count(model, held_out, counted, groups, micro_batch_size=size)
+        gates, tokens = gates_by_count(model, layers, held_out, counted, groups, micro_batch_size=size)
 
         def nats() -> float:
             return evaluate([model], held_out, groups, micro_batch_size=size, pipeline=1).loss
 
         losses = {"nats": nats()}
-        with shuffled_addresses(model):
-            shuffled, _ = gates_by_count(model, held_out, counted, groups, micro_batch_size=size)
+        with shuffled_addresses(layers):
+            shuffled, _ = gates_by_count(model, layers, held_out, counted, groups, micro_batch_size=size)
             losses["nats_shuffled"] = nats()
         of_layers = [
-            {"block": span.read, "orders": orders, "gates": _known(own), "gates_shuffled": _known(others)}
-            for span, orders, own, others in zip(model_config.memory_spans, loads, gates, shuffled, strict=True)
+            {"block": layer.span.read, "orders": orders, "gates": _known(own), "gates_shuffled": _known(others)}
+            for layer, orders, own, others in zip(placed, loads, gates, shuffled, strict=True)
         ]
         sampled = sum(map(len, streams))
         _write(run, groups, sampled=sampled, counts=COUNT_STEPS, tokens=tokens.tolist(), layers=of_layers, **losses)
+
+
+def _built(model: MemoryGPTModel, placed: Sequence[PlacedMemory]) -> list[MemoryLayer]:
+    """The layers of a whole model that are these."""
+    names = {layer.name for layer in placed}
+    return [layer for layer in model.memory_layers if layer.name in names]
 
 
 def _known(values: Tensor) -> list[float | None]:

@@ -1,0 +1,119 @@
+"""Models of two families of memories: which there may be, and how layers and banks are numbered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamem.config import ModelConfig
+from megamem.families.engram.config import EngramConfig
+from megamem.families.midus.config import MidusConfig
+from megamem.families.tide.config import TideConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.stages import load_config
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+
+LEARNED = UltraMemV2Config(num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(blocks=(1, 3)))
+NGRAMS = EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=8, placement=PlacementConfig(blocks=(0, 2)))
+MODEL = ModelConfig(num_layers=4, hidden_size=32, vocab_size=61, memory=LEARNED, second_memory=NGRAMS)
+
+
+def test_layers_count_by_blocks_and_banks_by_families() -> None:
+    """Two layers of learned keys share a bank, which comes first; each layer of n-grams has its own behind it."""
+    shared = replace(LEARNED, sharing=SharingConfig("block", 2))
+    model = replace(MODEL, memory=shared)
+    assert [layer.name for layer in model.memory_layers] == [
+        "decoder.layers.0.entry.memory",
+        "decoder.layers.1.mlp.memory",
+        "decoder.layers.2.entry.memory",
+        "decoder.layers.3.mlp.memory",
+    ]
+    plan = model.memory_plan
+    assert [(bank.index, bank.layers) for bank in plan.banks] == [(0, (1, 3)), (1, (0,)), (2, (2,))]
+    assert [view.bank for view in plan.views] == [1, 0, 2, 0]
+    assert [view.banks_before for view in plan.views] == [1, 0, 1, 0]
+    assert [model.family_of_bank(bank).kind for bank in range(3)] == ["ultramem_v2", "engram", "engram"]
+    # Rows are those of a model of n-grams alone.
+    alone = replace(model, memory=NGRAMS, second_memory=None)
+    assert [bank.num_rows for bank in plan.banks[1:]] == [bank.num_rows for bank in alone.memory_plan.banks]
+    assert model.memory_kinds == "ultramem_v2 and engram"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"second_memory": replace(LEARNED, placement=PlacementConfig(blocks=(0,)))},
+            "second_memory.kind is ultramem_v2",
+        ),
+        ({"second_memory": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 3)))}, "both have a layer in block 3"),
+        ({"memory": TideConfig(vocab_size=61, value_dim=32)}, "model.memory.kind is tide"),
+        (
+            {"second_memory": MidusConfig(num_heads=4, num_keys=32, placement=PlacementConfig(blocks=(0,)))},
+            "model.second_memory.kind is midus",
+        ),
+        ({"second_memory": replace(NGRAMS, boundary_id=61)}, "model.second_memory.boundary_id is 61"),
+        (
+            {"second_memory": replace(NGRAMS, placement=PlacementConfig(blocks=(4,)))},
+            "block 4 is not one of num_layers = 4",
+        ),
+    ],
+)
+def test_two_families_that_a_model_cannot_have_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        replace(MODEL, **change)
+
+
+def test_messages_name_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "model:\n  memory: {num_keys: 40, placement: {blocks: [1]}}\n"
+        "  second_memory: {kind: engram, rules: ple, token_map: x, compressed_vocab_size: 3,\n"
+        "    placement: {blocks: [0]}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model\.second_memory\.token_map is x, but rules are ple"):
+        load_config(path)
+    hashed = [f"model.second_memory.{key}=null" for key in ("token_map", "compressed_vocab_size")]
+    with pytest.raises(ConfigError, match=r"model\.second_memory\.top_k has no effect unless kind is"):
+        load_config(path, ["model.second_memory.top_k=3", *hashed])
+    with pytest.raises(ConfigError, match=r"model\.second_memory\.placement\.position has no effect unless"):
+        load_config(path, [*hashed, "model.second_memory.placement.position=instead"])
+    # Without the first there is none.
+    path.write_text(path.read_text().replace("rules: ple, token_map: x, compressed_vocab_size: 3,", ""))
+    assert load_config(path).model.memory_kinds == "ultramem_v2 and engram"
+    dense = load_config(path, ["model.memory=null"])
+    assert (dense.model.memories, dense.model.second_memory) == ((), None)
+
+
+def test_layouts_are_held_against_both() -> None:
+    run = RunConfig(
+        model=replace(MODEL, memory=replace(LEARNED, sharing=SharingConfig("block", 2))),
+        train=TrainConfig(sequence_length=16, kernels="torch"),
+    )
+    validate(run, 1)
+    for parallel, words in (
+        (ParallelConfig(memory=16), r"model\.second_memory\.value_dim is 8, which parallel\.memory 16 does not divide"),
+        (ParallelConfig(memory=2, memory_rows=2), r"rows of model\.second_memory\.kind engram"),
+        (ParallelConfig(pipeline=2), r"model\.memory\.sharing\.group is 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            validate(replace(run, parallel=parallel), 16)
+    in_files = OptimizerConfig(
+        tables="row_wise", table_gradients="rows", value_weight_decay=0.0, table_folder="somewhere"
+    )
+    with pytest.raises(ConfigError, match=r"model\.memory\.kind is ultramem_v2, whose rows are not known"):
+        validate(replace(run, optimizer=in_files), 1)
+
+
+def test_skips_cross_blocks_of_the_other_family() -> None:
+    skipping = UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2"))
+    model = replace(MODEL, memory=replace(NGRAMS, placement=PlacementConfig(blocks=(1,))), second_memory=skipping)
+    assert [(span.read, span.add) for span in model.memory_spans] == [(0, 2), (1, 1)]
