@@ -138,12 +138,14 @@ class Ngrams:
         boundary_id: token id that stands for what is not there.
         cuts_at_boundary: a token of that id hides all older ones from those behind it.
         head_rows: rows of every head, by memory layer, order by order; each order has as many heads.
+        epsilons: of the norms of keys, queries and the convolution's inputs; None: the model's.
     """
 
     max_order: int
     boundary_id: int
     cuts_at_boundary: bool
     head_rows: tuple[tuple[int, ...], ...]
+    epsilons: tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True)

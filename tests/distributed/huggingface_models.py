@@ -130,7 +130,14 @@ MODELS: dict[str, ModelConfig] = {
     "ple": replace(
         BASE,
         memory=EngramConfig(
-            rules="ple", **(NGRAMS | {"boundary_id": 200}), max_order=4, conv_kernel=2, projection_biases=False
+            rules="ple",
+            **(NGRAMS | {"boundary_id": 200}),
+            max_order=4,
+            conv_kernel=2,
+            projection_biases=False,
+            key_epsilon=0.03,
+            query_epsilon=0.01,
+            conv_epsilon=0.1,
         ),
     ),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),

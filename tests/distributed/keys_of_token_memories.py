@@ -212,6 +212,44 @@ def _(base: Subject, second: Subject) -> None:
     assert base.memory_weights.keys() - second.memory_weights.keys() == {"key_bias", "value_bias"}
 
 
+def gate_by_hand(subject: Subject, read: torch.Tensor, key_epsilon: float, query_epsilon: float) -> torch.Tensor:
+    """The gate of `hidden` and what was read, with the norms' initial gains of 1 and biases of 0."""
+
+    def normal(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+    key = normal(read @ subject.memory_weights["key_proj"].T, key_epsilon)
+    score = (key * normal(subject.hidden.unsqueeze(1), query_epsilon)).sum(-1) / math.sqrt(32)
+    return torch.sigmoid(score.sign() * score.abs().sqrt())
+
+
+def check_gates(base: Subject, second: Subject, *epsilons: float) -> None:
+    read = torch.randn(7, 1, 24, generator=torch.Generator().manual_seed(9))
+    for subject, of_norms in ((base, (1e-5, 1e-5)), (second, epsilons)):
+        layer: Any = subject.layer
+        gate = layer.gate(subject.hidden.unsqueeze(1), read)
+        assert torch.allclose(gate, gate_by_hand(subject, read, *of_norms), rtol=1e-5)
+
+
+@TOKEN_MEMORIES.key("model.memory.key_epsilon", 0.3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    check_gates(base, second, 0.3, 1e-5)
+
+
+@TOKEN_MEMORIES.key("model.memory.query_epsilon", 0.3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    check_gates(base, second, 1e-5, 0.3)
+
+
+@TOKEN_MEMORIES.key("model.memory.conv_epsilon", 0.3, ENGRAM)
+def _(base: Subject, second: Subject) -> None:
+    """Taps have gradients of smaller inputs; at first they are zeros, and add nothing."""
+    assert same(base.logits(), second.logits())
+    name = "decoder.layers.0.entry.memory.conv"
+    of_base, of_second = (float(subject.steps[0].gradients[name].norm()) for subject in (base, second))
+    assert of_second < 0.5 * of_base
+
+
 @TOKEN_MEMORIES.key("model.memory.boundary_id", 3, ENGRAM)
 def _(base: Subject, second: Subject) -> None:
     assert rows_of(base, [5, 6])[0] == hashed(base, 5, 0, 0)

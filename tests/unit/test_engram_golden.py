@@ -65,6 +65,9 @@ def memory_of(config: dict[str, Any]) -> EngramConfig:
         value_dim=config["head_dim"],
         conv_kernel=config["conv_kernel"],
         projection_biases=config["projection_bias"],
+        key_epsilon=config["eps_key"],
+        query_epsilon=config["eps_query"],
+        conv_epsilon=config["eps_conv"],
         vocab_size=config["unigram_vocab_size"] if is_qwen else config["vocab"],
         boundary_id=config["eos_token_id"] if is_qwen else config["pad_token_id"],
         hash_seed=config["hash_seed"],
@@ -97,11 +100,11 @@ class Case:
             num_layers=1,
             hidden_size=config["hidden_size"],
             num_attention_heads=1,
-            layernorm_epsilon=config["eps_key"],
+            # Each norm has its own.
+            layernorm_epsilon=0.1,
             use_cpu_initialization=True,
             params_dtype=dtype,
         )
-        assert config["eps_key"] == config["eps_query"] == config["eps_conv"]
         self.layer = EngramLayer(megatron, self.memory, view, self.bank, kernels=ops, name="layer", seed=0)
         sizes = tensors[f"const.{of}table_sizes"]
         with torch.no_grad():

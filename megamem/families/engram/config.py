@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamem.config_base import Advice, EffectiveWhen
 from megamem.identity import Role
@@ -63,6 +63,14 @@ class EngramConfig(MemoryConfig):
     """Taps of the causal convolution behind the gate, N tokens apart; 0 leaves it out."""
     projection_biases: bool = True
     """Biases of the key and value projections."""
+    key_epsilon: PositiveFloat | None = None
+    """Added to the mean square in the norm of keys; null: model.norm_epsilon."""
+    query_epsilon: PositiveFloat | None = None
+    """The same in that of the residual stream before the gate."""
+    conv_epsilon: Annotated[
+        PositiveFloat | None, EffectiveWhen(lambda c: c.conv_kernel > 0, "conv_kernel is above 0")
+    ] = None
+    """The same in that of the convolution's inputs."""
     vocab_size: PositiveInt | None = None
     """Token ids that are hashed; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""
     boundary_id: NonNegativeInt = 0
@@ -135,7 +143,8 @@ class EngramConfig(MemoryConfig):
         return ("gate",)
 
     def ngrams(self, num_layers: int) -> Ngrams:
-        return Ngrams(self.max_order, self.boundary_id, self.cuts_at_boundary, self.sizes(num_layers))
+        epsilons = (self.key_epsilon, self.query_epsilon, self.conv_epsilon)
+        return Ngrams(self.max_order, self.boundary_id, self.cuts_at_boundary, self.sizes(num_layers), epsilons)
 
     @property
     def kept_files(self) -> Mapping[str, str]:

@@ -40,6 +40,10 @@ class EngramLayer(MemoryLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory, device = self.memory, parameter_device(self.config)
+        self.key_epsilon, self.query_epsilon, self.conv_epsilon = (
+            self.epsilon if own is None else own
+            for own in (memory.key_epsilon, memory.query_epsilon, memory.conv_epsilon)
+        )
         self.key_proj = self._matrix(hidden_size, memory.memory_width)
         self.value_proj = self._matrix(hidden_size, memory.memory_width)
         self.key_bias = self._weight(hidden_size) if memory.projection_biases else None
@@ -138,14 +142,14 @@ class EngramLayer(MemoryLayer):
 
     def gate(self, hidden: Tensor, read: Tensor) -> Tensor:
         """g [t, b], in at least fp32, of h [t, b, D] and e [t, b, E]."""
-        key = rms_normalise(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.epsilon)
-        query = rms_normalise(hidden, self.query_gain, self.epsilon)
+        key = rms_normalise(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.key_epsilon)
+        query = rms_normalise(hidden, self.query_gain, self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1) / math.sqrt(hidden.shape[-1])
         return torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
 
     def _convolved(self, gated: Tensor, inputs: Inputs) -> Tensor:
-        normal = rms_normalise(gated, self.conv_gain, self.epsilon)
+        normal = rms_normalise(gated, self.conv_gain, self.conv_epsilon)
         halo = self.halo if inputs.cache is None else inputs.cache.halo(self.name)
         width = self.memory.reach
         return causal_convolution(

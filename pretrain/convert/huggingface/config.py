@@ -218,6 +218,7 @@ def _ngram_settings(ngrams: Ngrams) -> dict[str, Any]:
         "max_order": ngrams.max_order,
         "boundary_id": ngrams.boundary_id,
         "cut_at_boundary": ngrams.cuts_at_boundary,
+        "epsilons": list(ngrams.epsilons),
     }
 
 

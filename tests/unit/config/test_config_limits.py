@@ -121,6 +121,7 @@ LIMITS = [
     *at_least(2, "model.memory.max_order", "model.memory.rows_per_head", **ENGRAM),
     *at_most(4, "model.memory.max_order", **ENGRAM),
     *at_least(1, "model.memory.heads_per_order", "model.memory.rows_multiple", **ENGRAM),
+    *above_zero("model.memory.key_epsilon", "model.memory.query_epsilon", "model.memory.conv_epsilon", **ENGRAM),
     *at_least(0, "model.memory.conv_kernel", "model.memory.boundary_id", "model.memory.hash_seed", **ENGRAM),
     *at_least(1, "model.memory.compressed_vocab_size", **ENGRAM, model__memory__token_map="map.npy"),
     *at_least(1, "model.memory.num_keys", "model.memory.value_dim", "model.memory.top_k", **MIDUS),

@@ -193,7 +193,12 @@ class MegamemNgramMemory(nn.Module):
 
     def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
         super().__init__()
-        self.memory, self.layer, self.epsilon = config.memory, layer, config.rms_norm_eps
+        self.memory, self.layer = config.memory, layer
+        # Folders of earlier versions name none.
+        own = config.memory.get("epsilons", [None] * 3)
+        self.key_epsilon, self.query_epsilon, self.conv_epsilon = (
+            config.rms_norm_eps if each is None else each for each in own
+        )
         self.has_map, self.has_convolution = "token_map" in layer["weights"], "conv" in layer["weights"]
         for name, shape in layer["weights"].items():
             if name in ("multipliers", "token_map"):
@@ -223,15 +228,15 @@ class MegamemNgramMemory(nn.Module):
         read = look_up(rows.view(-1, 1), ones, None, None).to(hidden.device).view(*hidden.shape[:2], -1)
         value = F.linear(read, self.value_proj, getattr(self, "value_bias", None))
         key = F.linear(read, self.key_proj, getattr(self, "key_bias", None))
-        key = rms_normalise(key, self.key_gain, self.epsilon)
-        query = rms_normalise(hidden, self.query_gain, self.epsilon)
+        key = rms_normalise(key, self.key_gain, self.key_epsilon)
+        query = rms_normalise(hidden, self.query_gain, self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1, keepdim=True) / math.sqrt(hidden.shape[-1])
         gate = torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
         gated = (gate * value.to(wide)).to(hidden.dtype)
         if not self.has_convolution:
             return gated
-        normal = rms_normalise(gated, self.conv_gain, self.epsilon)
+        normal = rms_normalise(gated, self.conv_gain, self.conv_epsilon)
         return gated + F.silu(self._convolved(normal, ngrams.places, recent)).to(hidden.dtype)
 
     def _convolved(self, x: Tensor, places: Tensor, recent: RecentTokens | PagedTokens) -> Tensor:
