@@ -158,3 +158,27 @@ def test_tables_of_rising_numbers_of_rows_cost_the_same() -> None:
         assert path.stem == f"rows_{rows[-1]:05.0f}"
     assert all(3.9 < more / fewer < 4.1 for fewer, more in pairwise(rows))
     assert len(rows) == 4
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "allocation").glob("*.yaml")), ids=lambda path: path.stem)
+def test_sparse_parameters_are_allocated_as_the_name_says(path: Path) -> None:
+    """To n-grams or learned keys so many percent of what the mixture of experts leaves idle, and to others the rest."""
+    size = SIZES["small"]
+    first, percent, second = path.stem.split("_")
+    config = load_config(path, [f"model.vocab_size={size.vocab_size}"])
+    validate(config, 2)
+    assert config.name == path.stem.replace("_", "-")
+    idle = count_parameters(size.load("moe").model).idle_experts
+    counts, model = count_parameters(config.model), config.model
+    assert counts.tables + counts.idle_experts == pytest.approx(idle, rel=0.005)
+    assert size.flops(model) == pytest.approx(size.flops(size.load("dense").model), rel=0.005)
+    kinds = {"ngrams": "engram", "keys": "ultramem_v2"}
+    of_first = sum(
+        bank.num_rows * model.family_of_bank(bank.index).row_width
+        for bank in model.memory_plan.banks
+        if model.family_of_bank(bank.index).kind == kinds[first]
+    )
+    # A key more per side of the smallest grid is 3 %.
+    assert of_first == pytest.approx(int(percent) / 100 * idle, rel=0.015)
+    assert (model.moe is not None) == (second == "experts")
+    assert {memory.kind for memory in model.memories} == {kinds[each] for each in (first, second) if each != "experts"}

@@ -24,8 +24,10 @@ from megamem.families.engram.token_map import read_token_map
 from megamem.halo import WholeSequences
 from megamem.inputs import Inputs, pack
 from megamem.sharing import BankSpec, LayerView
+from pretrain.config.stages import load_config
 from pretrain.data.compression import canonical_key, compress, write_token_map
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.planning.costs.formulas import count_parameters
 from tests.golden import TOLERANCE, check, read_case, relative_error
 
 DEEPSEEK = ("ds_basic", "ds_documents_isolated", "ds_short_seq", "ds_single_order", "ds_zero_conv")
@@ -253,6 +255,31 @@ def test_published_tables_have_their_sizes(golden_dir: Path) -> None:
     assert splitmix_multipliers(orders[-1], ids, qwen["hash_seed"], 0) == tuple(qwen["multipliers"])
     assert not is_prime(1)
     assert [number for number in range(60) if is_prime(number)][-3:] == [47, 53, 59]
+
+
+@pytest.mark.parametrize(
+    ("file", "case"),
+    [
+        ("27b", "engram_27b_paper"),
+        ("40b", "engram_40b_paper"),
+        ("v4_1_flash", "deepseek_v4_1_flash"),
+        ("qwen3_8_flash_next", "qwen3_8_flash_next"),
+    ],
+)
+def test_shipped_files_have_the_published_tables(golden_dir: Path, file: str, case: str) -> None:
+    path = golden_dir / "engram" / "published_constants.json"
+    published = json.loads(path.read_text(encoding="utf-8"))[case]
+    model = load_config(Path(__file__).parents[2] / f"configs/engram/{file}.yaml", []).model
+    banks, blocks = model.memory_plan.banks, [span.read for span in model.memory_spans]
+    rows = published.get("published_rows") or list(
+        published.get("rows_per_layer", {"": published.get("rows_padded_128")}).values()
+    )
+    assert [bank.num_rows for bank in banks] == rows
+    assert isinstance(model.memory, EngramConfig)
+    parameters = published.get("table_parameters_padded") or published["table_parameters"]
+    assert count_parameters(model).tables == sum(rows) * model.memory.value_dim == parameters
+    # Positions from 0; Qwen's layer list begins at its layer 2, which is block 1.
+    assert blocks == published.get("layer_ids", [1])
 
 
 def test_token_ids_are_compressed_as_recorded(golden_dir: Path) -> None:
