@@ -62,6 +62,7 @@ TWO_WORD_COMMANDS = (
         "bench generate",
         "bench tables",
         "bench updates",
+        "bench files",
     ),
 )
 

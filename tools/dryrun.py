@@ -12,7 +12,7 @@ from parallel.devices import hide_gpus
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.memory import StageBytes, stage_bytes
+from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
 from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
 from tools.vocabulary import check_has_vocabulary
@@ -122,6 +122,10 @@ def _lines(report: RankReport, predicted: StageBytes) -> list[str]:
         if max(held, peak) >= 1e6 or len(parts) < 4:
             lines.append(f"  {part.value:28}{_gb(held)}{_gb(peak)} {_gb(predicted.by_part.get(part, 0.0))}")
     lines.append(f"  {'in all':28}{_gb(report.held.total)}{_gb(report.peak_of_step.total)} {_gb(predicted.total)}  GB")
+    if report.held.files:
+        lines.append(
+            f"  {MemoryPart.FILES.value:28}{_gb(report.held.files)}{_gb(report.held.files)} {_gb(predicted.files)}"
+        )
     lines.append(f"  while it is built: {gigabytes(report.peak_of_building.total)}")
     lines.append(f"  {'collective':16}{'group':18}{'ranks':>6}{'calls':>8}{'sent, MB':>14}")
     for (op, axis, size), (calls, num_bytes) in collectives_by_group(report).items():
@@ -182,6 +186,7 @@ def as_json(report: RankReport, predicted: StageBytes) -> dict[str, Any]:
         "table_parameters": report.num_table_parameters,
         "microbatches": report.num_microbatches,
         "held_bytes": _by_part(report.held),
+        "file_bytes": report.held.files,
         "peak_bytes": _by_part(report.peak_of_step),
         "predicted_bytes": {part.value: num_bytes for part, num_bytes in predicted.by_part.items()},
         "building_bytes": report.peak_of_building.total,

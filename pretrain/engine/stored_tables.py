@@ -1,7 +1,7 @@
 """Tables that lie in files while they train (`optimizer.table_folder`).
 
-Tokens say which rows a step reads. While a step runs, a thread finds the rows of the next one and fetches them, weights and
-state; after the update it writes the step's own rows back. The thread does one thing after the other, so that a fetch sees
+Tokens say which rows a step reads (`pretrain.engine.step_reads`). While a step runs, a thread finds the rows of the next one
+and fetches them, weights and state; after the update it writes the step's own rows back. The thread does one thing after the other, so that a fetch sees
 all writes but the one of the step that it runs beside: rows that both steps read go from one to the other on the device.
 What a step computes with is to the bit what a table on the device would have given it.
 
@@ -12,12 +12,13 @@ Legend: n rows of a step, W columns on this rank, T tokens, J rows read per toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,22 @@ from kernels.common.row_gradient import RowGradient
 from megamem.model import MemoryGPTModel
 from pretrain.engine.table_files import TableFiles
 
-RowsOf: TypeAlias = Callable[[range], Mapping[int, Tensor]]
-"""Rows of banks, by index and as often as they come, that the samples of these numbers read. Called in a thread."""
+
+class Reads(Protocol):
+    """The way to the rows that a step reads: see `pretrain.engine.step_reads.StepReads`."""
+
+    def own_ids(self, samples: range) -> Tensor: ...
+    def exchanged(self, own: Tensor) -> Tensor: ...
+    def rows(self, ids: Tensor) -> Mapping[int, Tensor]: ...
+
+
+@dataclass
+class Waits:
+    """Seconds since a step began to be timed: of the thread's fetches and write-backs, and of steps that waited for it."""
+
+    fetching_s: float = 0.0
+    writing_s: float = 0.0
+    waiting_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -85,13 +100,10 @@ class StoredTable:
 
     def table(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that are here [n, W], and the places of `rows` [T, J] among them."""
-        held = self.staged or self.owner.read(self, rows.unique())
+        held = self.staged or self.owner.read(self, rows)
         wanted = rows.to(torch.int64)
         places = torch.searchsorted(held.numbers, wanted, out_int32=True)
-        if rows.device.type == "cpu":
-            assert torch.equal(held.numbers[places], wanted), (
-                f"a step reads rows of bank {self.bank} that nobody foresaw"
-            )
+        assert self.owner.has_all(held, wanted, places), f"a step reads rows of bank {self.bank} that nobody foresaw"
         return held.weights, places
 
     def open(self, staged: Staged) -> None:
@@ -116,7 +128,9 @@ class StoredTables:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._tables: dict[nn.Parameter, StoredTable] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tables")
+        self._ids: tuple[range, Future[Tensor]] | None = None
         self._ahead: tuple[range, Future[list[Staged]]] | None = None
+        self.waits = Waits()
         self._writes: list[Future[None]] = []
 
     def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -141,18 +155,21 @@ class StoredTables:
         return self._files.num_bytes
 
     @contextmanager
-    def step(self, rows_of: RowsOf, samples: range, following: range | None) -> Iterator[None]:
+    def step(self, reads: Reads, samples: range, following: Sequence[range]) -> Iterator[None]:
         """Have the rows of a step's samples on the device within the block, and write those back that it updates.
+        Collective over the memory group.
 
         Args:
-            rows_of: see `RowsOf`.
             samples: numbers of the step's samples, over all ranks.
-            following: those of the next step, if there is one. Should it be another one, its rows are fetched when it
-                begins.
+            following: those of the next two steps, as far as there are any. Should the next one be another one, its rows
+                are fetched when it begins.
         """
-        staged = self._rows_for(rows_of, samples)
-        if following is not None:
-            self._ahead = following, self._thread.submit(self._fetch_step, rows_of, following, staged)
+        staged = self._rows_for(reads, samples)
+        if following:
+            ids = self._exchanged(reads, following[0])
+            self._ahead = following[0], self._thread.submit(self._fetch_step, reads, ids, staged)
+        if following[1:]:
+            self._ids = following[1], self._thread.submit(self._own_ids, reads, following[1])
         for table, rows in zip(self._tables.values(), staged, strict=True):
             table.open(rows)
         try:
@@ -176,23 +193,48 @@ class StoredTables:
 
     def forget(self) -> None:
         """Fetch anew what was fetched ahead: the tables have been loaded."""
+        self._ids = None
         if self._ahead is not None:
             self._ahead[1].result()
             self._ahead = None
         self._files.release()
 
+    def has_all(self, held: Staged, wanted: Tensor, places: Tensor) -> bool:
+        """Tell whether rows are at their places; true without a look on a GPU, which the host would wait for."""
+        return wanted.device.type != "cpu" or torch.equal(held.numbers[places], wanted)
+
     def read(self, table: StoredTable, rows: Tensor) -> Staged:
         """Rows of a table, each once and ascending, as the last step left them."""
-        found = self._thread.submit(self._fetch, table, rows.to(torch.int64), None).result()
+        found = self._thread.submit(self._fetch, table, rows.unique().to(torch.int64), None).result()
         self._files.release()
         return self._here(found)
 
-    def _rows_for(self, rows_of: RowsOf, samples: range) -> list[Staged]:
+    def _exchanged(self, reads: Reads, samples: range) -> Tensor:
+        """Ids of all ranks' tokens of a step."""
+        ids, self._ids = self._ids, None
+        if ids is None or ids[0] != samples:
+            own = self._thread.submit(self._own_ids, reads, samples).result()
+        else:
+            own = ids[1].result()
+        found = reads.exchanged(own)
+        if self._stream is not None:
+            # Hashed there.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            found.record_stream(self._stream)
+        return found
+
+    def _own_ids(self, reads: Reads, samples: range) -> Tensor:
+        """Ids of this rank's share of a step's tokens on the device, in a thread."""
+        return self._to_device(reads.own_ids(samples))
+
+    def _rows_for(self, reads: Reads, samples: range) -> list[Staged]:
         ahead, self._ahead = self._ahead, None
+        started = time.perf_counter()
         if ahead is None or ahead[0] != samples:
-            staged = self._thread.submit(self._fetch_step, rows_of, samples, None).result()
+            staged = self._thread.submit(self._fetch_step, reads, self._exchanged(reads, samples), None).result()
         else:
             staged = ahead[1].result()
+        self.waits.waiting_s += time.perf_counter() - started
         while self._writes and self._writes[0].done():
             self._writes.pop(0).result()
         for rows in staged:
@@ -207,20 +249,23 @@ class StoredTables:
         return staged
 
     @torch.no_grad()
-    def _fetch_step(self, rows_of: RowsOf, samples: range, beside: Sequence[Staged] | None) -> list[Staged]:
+    def _fetch_step(self, reads: Reads, ids: Tensor, beside: Sequence[Staged] | None) -> list[Staged]:
         """Rows of all tables for a step, in a thread.
 
         Args:
+            ids: see `Reads.exchanged`.
             beside: of the step that may update some of them meanwhile.
         """
+        started = time.perf_counter()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            found = rows_of(samples)
+            found = reads.rows(ids)
             distinct = [found[table.bank].unique().to(torch.int64) for table in self._tables.values()]
         fetched = [
             self._fetch(table, rows, None if beside is None else beside[place])
             for place, (table, rows) in enumerate(zip(self._tables.values(), distinct, strict=True))
         ]
         self._files.release()
+        self.waits.fetching_s += time.perf_counter() - started
         return fetched
 
     @torch.no_grad()
@@ -246,9 +291,11 @@ class StoredTables:
         """Write a step's rows back, in a thread."""
         if copied is not None:
             copied.synchronize()
+        started = time.perf_counter()
         for whole, rows in zip((table.parameter.detach(), *table.state), updated, strict=True):
             whole.index_copy_(0, staged.rows, rows)
         self._files.release()
+        self.waits.writing_s += time.perf_counter() - started
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """In a thread, on its own stream, which is waited for: a step finds what is fetched there."""

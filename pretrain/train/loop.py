@@ -78,7 +78,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     seed_step(config.seed, run.state.step)
     apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
     stored = run.stored_tables
-    with nullcontext() if stored is None else stored.step(run.rows_read, run.samples, run.following_samples):
+    with nullcontext() if stored is None else stored.step(run.reads, run.samples, run.following_samples):
         result = train_step(
             run.chunks,
             run.optimizer,

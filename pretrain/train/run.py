@@ -31,6 +31,7 @@ from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError, ConfigError
@@ -92,13 +93,13 @@ class Run:
         return range(first, first + self.batch_size)
 
     @property
-    def following_samples(self) -> range | None:
-        """Numbers of the samples of the step after the next one; None: it is the last."""
-        after, train = self.state.step + 1, self.config.train
-        if after >= train.num_steps:
-            return None
-        first = self.samples.stop
-        return range(first, first + batch_size_of_run(train, self.config.stage, after))
+    def following_samples(self) -> list[range]:
+        """Numbers of the samples of the two steps after the next one, as far as there are any."""
+        train, found = self.config.train, [self.samples]
+        for step in range(self.state.step + 1, min(self.state.step + 3, train.num_steps)):
+            first = found[-1].stop
+            found.append(range(first, first + batch_size_of_run(train, self.config.stage, step)))
+        return found[1:]
 
     @property
     def stored_tables(self) -> StoredTables | None:
@@ -107,15 +108,10 @@ class Run:
             return None
         return stored_tables_of(unwrap(chunk) for chunk in self.chunks)
 
-    def rows_read(self, samples: range) -> dict[int, torch.Tensor]:
-        """Rows of this rank's banks, by index, that samples read, of families of which tokens say so."""
-        read = [self.train_data[number] for number in samples]
-        tokens, positions = (
-            torch.stack([sample[name] for sample in read]).to(self.groups.device) for name in ("tokens", "position_ids")
-        )
-        return {
-            bank: rows for chunk in self.chunks for bank, rows in unwrap(chunk).rows_read(tokens, positions).items()
-        }
+    @property
+    def reads(self) -> StepReads:
+        """The way to the rows that a step reads, of families of which tokens say so."""
+        return StepReads(self.train_data, [unwrap(chunk) for chunk in self.chunks], self.groups)
 
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""

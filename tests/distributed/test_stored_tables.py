@@ -134,6 +134,30 @@ def test_tables_in_files_train_as_tables_on_the_device(run_ranks: Any, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_reads_its_share_of_the_samples_and_knows_all_ids(run_ranks: Any) -> None:
+    """Six samples on four ranks: two each, of which the last rank's are the last sample, twice."""
+    config = on(config_for("engram", "fp32"), tensor=2, context=2, memory=4, micro_batch_size=2)
+
+    def main() -> tuple[list[int], list[list[int]]]:
+        with joined(config) as groups:
+            run, numbers = on_samples(config, groups), list[int]()
+            reads, whole = run.run.reads, Samples.__getitem__
+
+            def counted(self: Samples, number: int) -> dict[str, torch.Tensor]:
+                numbers.append(number)
+                return whole(self, number)
+
+            with patch.object(Samples, "__getitem__", counted):
+                own = reads.own_ids(range(10, 16))
+            return numbers, reads.exchanged(own)[0].tolist()
+
+    found = run_ranks(main, 4)
+    assert [numbers for numbers, _ in found] == [[10, 11], [12, 13], [14, 15], [15, 15]]
+    samples = Samples(config)
+    expected = [samples[number]["tokens"].tolist() for number in (*range(10, 16), 15, 15)]
+    assert all(ids == expected for _, ids in found)
+
+
 def test_a_rank_killed_while_it_writes_back_loses_nothing_that_a_checkpoint_has(run_ranks: Any, tmp_path: Path) -> None:
     """Half of the rows of step 4 are written when the rank dies; from step 2 the run goes on in files, and on a device."""
     device = config_for("engram", "bf16")

@@ -47,7 +47,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
     found = {}
     for name, memory in memories.items():
         content["model"]["memory"] = memory
-        content["model"]["second_memory"] = memories["engram"] if name == "two families" else None
+        if name == "two families":
+            content["model"]["second_memory"] = memories["engram"]
+            content["logging"] = {"memory_every_steps": 4}
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(content))
         found[name] = folder / name

@@ -156,3 +156,34 @@ def test_updates_of_tables_are_measured_by_size_where_they_have_room(
         refused = megamem("bench", "updates", *words)
         assert refused.code == 2
         assert message in " ".join(refused.output.split())
+
+
+def test_steps_are_timed_with_tables_on_the_device_and_in_files(megamem: Megamem, tmp_path: Path) -> None:
+    """Digests of all tables are compared by the command; files are gone when it ends."""
+    config = Path(__file__).parents[2] / "configs/engram/small.yaml"
+    words = (
+        *("optimizer.tables=row_wise", "optimizer.table_gradients=rows", "train.sequence_length=32"),
+        *("model.memory.rows_per_head=64", "--rounds", 2, "--steps", 1, "--vocab-size", 256),
+    )
+    result = megamem("bench", "files", config, *words, "--folders", f"{tmp_path}/one,{tmp_path}/two")
+    assert result.code == 0, result.output
+    rows = {
+        cells[0]: cells[1:]
+        for line in result.output.splitlines()
+        if line.startswith("| ")
+        for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+    }
+    assert list(rows)[2:] == ["device", f"{tmp_path}/one", f"{tmp_path}/two"]
+    assert rows["device"][1:5] == [""] * 4
+    for folder in ("one", "two"):
+        fetching, writing, waited, hidden, _ = rows[f"{tmp_path}/{folder}"][1:]
+        assert min(float(each) for each in (fetching, writing, waited)) >= 0
+        assert re.fullmatch(r"-?\d+ %", hidden)
+        assert not list((tmp_path / folder).iterdir())
+    result = megamem("bench", "files", config, *words, "--folders", tmp_path, "--only-files")
+    assert "| device" not in result.output
+    for change in ((config.parents[1] / "quickstart_dense.yaml",), (config, "--rounds", 0)):
+        refused = megamem("bench", "files", *change, "--folders", tmp_path)
+        said = " ".join(refused.output.split())
+        assert refused.code == 2
+        assert "has no memory, and so no tables" in said or "use --rounds and --steps of at least 1" in said

@@ -44,6 +44,8 @@ WRITERS: dict[str, str] = {
     "report": "{place}/run",
     "study bench hardware": "--write {place}/made.yaml --rounds 1 --nproc 1",
     "study bench updates": "{config} --vary optimizer.value_lr_multiplier=1 --rounds 1 --report {place}/made.md",
+    "study bench files": "{repository}/configs/engram/small.yaml optimizer.tables=row_wise optimizer.table_gradients=rows "
+    "--folders {place}/made --rounds 1 --steps 1",
     "plan": "{repository}/configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h100-80g --write {place}/made.yaml",
     "study compare": "{config} --run-dir {place}/made --nproc 1",
     "study recall": "{config} --run-dir {place}/made",

@@ -35,6 +35,7 @@ from pretrain.planning.costs.launches import (
     launches_across_ranks,
 )
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.read_rows import ids_ahead_bytes
 from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
@@ -160,6 +161,32 @@ LOOKING_BACK = replace(
     parallel=ParallelConfig(tensor=2, context=2, memory=4),
     train=replace(SPLIT.train, recompute="none"),
 )
+# Two families, both in every stage.
+TWO_FAMILIES = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(blocks=(1, 3))),
+        second_memory=EngramConfig(
+            vocab_size=1024, value_dim=16, rows_per_head=512, placement=PlacementConfig(blocks=(0, 2))
+        ),
+    ),
+    parallel=ParallelConfig(tensor=2, context=2, memory=4),
+    train=replace(SPLIT.train, recompute="none"),
+)
+# Tables in files: rows of two steps are on the device.
+IN_FILES = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        memory=EngramConfig(vocab_size=1024, value_dim=32, rows_per_head=4096, placement=PlacementConfig(every=2)),
+    ),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=32),
+    train=replace(SPLIT.train, global_batch_size=64, micro_batch_size=2, recompute="none"),
+    optimizer=OptimizerConfig(
+        tables="row_wise", table_gradients="rows", value_weight_decay=0.0, table_folder="/nowhere"
+    ),
+)
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
 CONFIGS = {
     "split": SPLIT,
@@ -174,6 +201,10 @@ CONFIGS = {
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
     "looking back": LOOKING_BACK,
+    "two families": TWO_FAMILIES,
+    "two families, recomputed": replace(
+        TWO_FAMILIES, parallel=ParallelConfig(tensor=2, pipeline=2, memory=4), train=SPLIT.train
+    ),
     "latents, of queries too": QUERIES_TOO,
     "latents, partly trained": PARTLY_TRAINED,
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
@@ -299,6 +330,24 @@ def test_gradients_of_rows_take_what_plans_count_and_little_less() -> None:
     (found, _) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]
     predicted, counted = stage_bytes(config, WORLD)[0].total, found.peak_of_step.total
     assert counted * 0.98 <= predicted <= 1.25 * counted
+
+
+def test_tables_in_files_take_what_plans_count_and_little_less() -> None:
+    """Files, and rows of two steps beside the largest moment of a step; ids are exchanged once per step."""
+    from tools.maintenance.agreement import figures
+
+    stages, sent = stage_bytes(IN_FILES, WORLD), stages_sent(IN_FILES, WORLD)
+    for report in launch_within(lambda: of_all_stages(IN_FILES, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[
+        0
+    ]:
+        stage = stages[report.stage]
+        assert report.held.files == stage.files > 0
+        assert MemoryPart.TABLES not in report.held.by_part
+        counted = report.peak_of_step.total
+        assert counted * 0.98 <= stage.total <= 1.3 * counted
+        bad = [each for each in figures(report, stage, sent[report.stage]) if not each.agrees]
+        assert {each.name for each in bad} <= {"table gradients", "activations"}
+        assert ids_ahead_bytes(IN_FILES) == 31 * 2 * 512 * 8
 
 
 @pytest.mark.parametrize("name", CONFIGS)

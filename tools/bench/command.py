@@ -1,7 +1,7 @@
 """`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory
 kernels (`bench kernels`); long sequences cut over ranks (`bench context`); updates of tables by the tables' size (`bench
 updates`); figures of this machine for `megamem plan` (`bench hardware`); generation of models (`bench generate`), and of
-tables that it reads from memory or disk (`bench tables`)."""
+tables that it reads from memory or disk (`bench tables`); training with tables in files (`bench files`)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tools.bench.arguments import (
     numbers,
     with_given_vocabulary,
 )
+from tools.bench.files_command import add_files_parser
 from tools.bench.generation_command import add_generation_parsers
 from tools.bench.static.command import add_static_options, check_options, run_static
 from tools.bench.updates_command import add_updates_parser
@@ -53,6 +54,7 @@ examples:
   megamem study bench generate --help
   megamem study bench tables --help
   megamem study bench updates --help
+  megamem study bench files --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. Sent bytes are those of a rank per optimizer step, by lookups in split tables
@@ -144,6 +146,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(func=run_bench_context)
     add_generation_parsers(subparsers)
     add_updates_parser(subparsers)
+    add_files_parser(subparsers)
 
 
 def _add_trained(parser: argparse.ArgumentParser) -> None:

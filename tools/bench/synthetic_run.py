@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from parallel.groups import ParallelGroups
 from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
-from pretrain.data.loader import Sample, on_device
-from pretrain.engine.build import build_chunks, wrap_chunks
+from pretrain.data.loader import Sample, microbatches, on_device
+from pretrain.engine.build import build_chunks, unwrap, wrap_chunks
 from pretrain.engine.optimizer import build_optimizer
 from pretrain.engine.step import train_step
+from pretrain.engine.step_reads import StepReads
+from pretrain.engine.stored_tables import stored_tables_of
 
 
 class SyntheticRun:
@@ -28,7 +31,24 @@ class SyntheticRun:
         assert vocab_size is not None, "nothing says how many token ids there are"
         self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), config, groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
-        self.batches = [on_device(_random_batches(config, vocab_size), groups.device) for _ in self.chunks]
+        self.data = RandomSamples(config.seed, config.train.sequence_length, vocab_size)
+        self.stored = stored_tables_of(unwrap(chunk) for chunk in self.chunks)
+        self._reads = StepReads(self.data, [unwrap(chunk) for chunk in self.chunks], groups)
+        self._steps_taken = 0
+        self.batches = [
+            on_device(
+                microbatches(
+                    self.data,
+                    start_sample=0,
+                    micro_batch_size=config.train.micro_batch_size,
+                    data_rank=groups.data_rank,
+                    data_size=groups.data_size,
+                    num_workers=0,
+                ),
+                groups.device,
+            )
+            for _ in self.chunks
+        ]
 
     def steps(self, count: int) -> float:
         """Seconds that `count` optimizer steps take."""
@@ -42,16 +62,20 @@ class SyntheticRun:
 
     def step(self) -> None:
         """One optimizer step."""
-        train = self.config.train
-        train_step(
-            self.chunks,
-            self.optimizer,
-            self.batches,
-            self.groups,
-            num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
-            micro_batch_size=train.micro_batch_size,
-            sequence_length=train.sequence_length,
-        )
+        train, size = self.config.train, self.config.train.global_batch_size
+        first = self._steps_taken * size
+        own, *following = (range(start, start + size) for start in range(first, first + 3 * size, size))
+        with nullcontext() if self.stored is None else self.stored.step(self._reads, own, following):
+            train_step(
+                self.chunks,
+                self.optimizer,
+                self.batches,
+                self.groups,
+                num_microbatches=size // (train.micro_batch_size * self.groups.data_size),
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
+            )
+        self._steps_taken += 1
 
     def cut_graphs(self) -> None:
         """Let go of the last microbatch's graph, so that the garbage collector can free the model.
@@ -66,14 +90,21 @@ class SyntheticRun:
                         setattr(layer.token_dispatcher, name, value.detach())
 
 
-def _random_batches(config: RunConfig, vocab_size: int) -> Iterator[Sample]:
-    generator = torch.Generator().manual_seed(config.seed)
-    b, s = config.train.micro_batch_size, config.train.sequence_length
-    while True:
-        tokens = torch.randint(vocab_size, (b, s + 1), generator=generator)
-        yield {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": torch.ones(b, s),
-            "position_ids": torch.arange(s).expand(b, s),
+class RandomSamples:
+    """Samples without end, each drawn from its number."""
+
+    def __init__(self, seed: int, sequence_length: int, vocab_size: int) -> None:
+        self._seed, self._length, self._vocab_size = seed, sequence_length, vocab_size
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, number: int) -> Sample:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        tokens = torch.randint(self._vocab_size, (self._length + 1,), generator=generator)
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(self._length),
+            "position_ids": torch.arange(self._length),
         }

@@ -68,8 +68,11 @@ def figures(report: RankReport, stage: StageBytes, sent: StageSent) -> Iterator[
         if max(counted, stage.by_part[part]) > _SMALL * report.held.total:
             yield Figure(part.value, stage.by_part[part], counted, HELD_LIMIT)
     yield Figure("activations", stage.activations, report.activation_bytes, ACTIVATIONS_LIMIT)
-    if report.held.host or stage.host_tables:
+    # Of tables in files rows are on their way through host memory, and no more.
+    if report.held.host or (stage.host_tables and not stage.files):
         yield Figure(MemoryPart.HOST.value, stage.host_tables, report.held.host, HELD_LIMIT)
+    if report.held.files or stage.files:
+        yield Figure(MemoryPart.FILES.value, stage.files, report.held.files, HELD_LIMIT)
     for name, num_bytes in _counted(report).items():
         predicted = getattr(sent, name)
         if max(predicted, num_bytes) > 0:

@@ -11,6 +11,8 @@ from pretrain.planning.costs.memory import MemoryPart
 # their callers decide.
 _BY_MODULE = (
     ("pretrain.engine.value_offload", MemoryPart.HOST),
+    ("pretrain.planning.dryrun.no_files", MemoryPart.FILES),
+    ("pretrain.planning.dryrun.tables", MemoryPart.MEMORY),
     ("parallel.exchange", MemoryPart.EXCHANGE),
     ("parallel.sharded_bank", MemoryPart.EXCHANGE),
     ("parallel.context", MemoryPart.ATTENTION),

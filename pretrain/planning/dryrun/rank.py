@@ -30,8 +30,10 @@ from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.read_rows import ReadTables
 from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.step import Batch, train_step
+from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
 from pretrain.planning.dryrun import commands
@@ -45,6 +47,7 @@ from pretrain.planning.dryrun.order import Race
 from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.parts import MemoryPart
 from pretrain.planning.dryrun.recorder import Recorder, Snapshot
+from pretrain.planning.dryrun.tables import NO_SAMPLES, DryReads
 from pretrain.planning.dryrun.world import fake_rank, without_data
 
 
@@ -118,11 +121,6 @@ def dry_run(
     """
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")
-    if config.optimizer.table_folder is not None:
-        raise ConfigError(
-            f"optimizer.table_folder is {config.optimizer.table_folder!r}, and a dry run reads no rows of files: add "
-            "optimizer.table_folder=null"
-        )
     # Its compiled kernels take no tensors without memory.
     config = without_apex(config)
     if torch.cuda.is_available():
@@ -181,16 +179,22 @@ def _step_of(
         watch = HostTraffic(gpu) if gpu is not None else None
         order = OrderWatch(gpu) if gpu is not None and in_order else None
         batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
-        step = partial(
-            train_step,
-            chunks,
-            optimizer,
-            batches,
-            groups,
-            num_microbatches=num_microbatches,
-            micro_batch_size=train.micro_batch_size,
-            sequence_length=train.sequence_length,
-        )
+        bare = [unwrap(chunk) for chunk in chunks]
+        stored, reads = stored_tables_of(bare), DryReads(NO_SAMPLES, bare, groups, train.sequence_length)
+
+        def step() -> None:
+            samples = [range(train.global_batch_size)] * 3
+            with nullcontext() if stored is None else stored.step(reads, samples[0], samples[1:]):
+                train_step(
+                    chunks,
+                    optimizer,
+                    batches,
+                    groups,
+                    num_microbatches=num_microbatches,
+                    micro_batch_size=train.micro_batch_size,
+                    sequence_length=train.sequence_length,
+                )
+
         tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
         with (
             moved.counting() if moved is not None else nullcontext(),
@@ -290,7 +294,8 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         # Weights that are not trained are in no buffer, nor tables whose gradients are the rows that were read.
         tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
         still = [p for p in chunk.parameters() if not p.requires_grad or row_gradient_of(p) is not None]
-        recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
+        if stored_tables_of([unwrap(chunk)]) is None:
+            recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
         recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
     dense, *split = optimizer.chained_optimizers
     for part, of_domain in (
@@ -301,7 +306,9 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
             continue
         # In fp32 the main weights are the model's own.
         own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
-        recorder.assign((t for t in of_domain.device_state() if t.untyped_storage()._cdata not in own), part)
+        state = [t for t in of_domain.device_state() if t.untyped_storage()._cdata not in own]
+        if not isinstance(of_domain, ReadTables) or stored_tables_of(unwrap(chunk) for chunk in chunks) is None:
+            recorder.assign(state, part)
 
 
 def _batch(config: RunConfig) -> Batch:

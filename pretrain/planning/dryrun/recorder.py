@@ -23,6 +23,8 @@ from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
 from pretrain.planning.dryrun.pools import StreamPools
 
+_ELSEWHERE = (MemoryPart.HOST, MemoryPart.FILES)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -31,10 +33,12 @@ class Snapshot:
     Attributes:
         by_part: on the device.
         host: in host memory: of tables that are stepped there.
+        files: of tables that lie in files.
     """
 
     by_part: dict[MemoryPart, int]
     host: int = 0
+    files: int = 0
 
     @property
     def total(self) -> int:
@@ -138,9 +142,9 @@ class Recorder(TorchDispatchMode):
     def now(self) -> Snapshot:
         """Bytes held at this moment."""
         on_device: dict[MemoryPart, int] = {
-            part: num for part, num in self._bytes.items() if num and part != MemoryPart.HOST
+            part: num for part, num in self._bytes.items() if num and part not in _ELSEWHERE
         }
-        return Snapshot(on_device, self._bytes[MemoryPart.HOST])
+        return Snapshot(on_device, self._bytes[MemoryPart.HOST], self._bytes[MemoryPart.FILES])
 
     @property
     def peak(self) -> Snapshot:
@@ -148,7 +152,7 @@ class Recorder(TorchDispatchMode):
         if self._gpu is None:
             return self._peak
         kept = {MemoryPart.STREAMS: self._pools.num_bytes - self._peak_total}
-        return Snapshot({**self._peak.by_part, **kept}, self._peak.host)
+        return Snapshot({**self._peak.by_part, **kept}, self._peak.host, self._peak.files)
 
     def restart_peak(self) -> None:
         """Forget the largest moment so far."""
@@ -183,7 +187,7 @@ class Recorder(TorchDispatchMode):
         live = _Live(part_of_caller(), storage.nbytes())
         if self._gpu is not None and is_on_device(tensor):
             self._pools.allocate(key, live.num_bytes, self._gpu.streams.launching(tensors_in(of)).name)
-        elif self._gpu is not None and live.part != MemoryPart.HOST:
+        elif self._gpu is not None and live.part not in _ELSEWHERE:
             # The host's, which has room.
             live.num_bytes = 0
         self._live[key] = live
@@ -202,7 +206,7 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, part: MemoryPart, num_bytes: int) -> None:
         self._bytes[part] += num_bytes
-        self._total += 0 if part == MemoryPart.HOST else num_bytes
+        self._total += 0 if part in _ELSEWHERE else num_bytes
         if self._total > self._peak_total:
             self._peak_total, self._peak = self._total, self.now()
 

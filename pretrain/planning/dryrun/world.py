@@ -19,6 +19,7 @@ from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from pretrain.planning.dryrun.experts import DISPATCHER, balanced
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu
 from pretrain.planning.dryrun.recorder import Recorder
+from pretrain.planning.dryrun.tables import DryTables
 
 
 def _keep_converted(parameter: Tensor, converted: Tensor) -> None:
@@ -41,6 +42,8 @@ _ANSWERS: dict[str, Any] = {
     "pretrain.engine.value_offload.has_deepspeed": lambda: False,
     # A mixture's dispatcher, which counts where the router sends tokens.
     DISPATCHER: balanced,
+    # Tables in files, of which there are none.
+    "pretrain.engine.build.StoredTables": DryTables,
 }
 
 
