@@ -1,4 +1,4 @@
-"""Check an implementation of the memory kernels against its twins: outputs, every gradient, and selections.
+"""Check an implementation of the memory kernels against its twins: outputs, every gradient, selections, and updates.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.rounding import Rounding
 from kernels.select import Kernels, implementation_of
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -118,8 +119,27 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         yield from _differences(f"shuffled_rows {shape}", ("rows", "blocks"), actual, reference)
 
 
+def update_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
+    """Bits of updates by row that are not their twins', in words: of the first rows and of some, which stay or move."""
+    g = torch.Generator().manual_seed(0)
+    for width in (24, 240, 1288):
+        for dtype in (torch.float32, torch.bfloat16):
+            weights, gradient = torch.randn(40, width, generator=g).to(dtype), torch.randn(20, width, generator=g)
+            factors = torch.randn(20, generator=g) * (torch.arange(20) % 3 > 0)
+            rounding = None if dtype == torch.float32 else Rounding(2**62 + 5, 2**33, 3)
+            name = f"[20, {width}] {dtype}"
+            squares = kernels.row_squares(gradient.to(device)), implementation_of("row_squares", "naive")(gradient)
+            yield from _differences(f"row_squares {name}", ("sums",), squares[:1], squares[1:])
+            for rows, keep in ((None, 0.9), (torch.randperm(40, generator=g)[:20], 1.0)):
+                actual, reference = weights.to(device, copy=True), weights.clone()
+                there = None if rows is None else rows.to(device)
+                kernels.row_update(actual, gradient.to(device), factors.to(device), keep, rounding, there)
+                implementation_of("row_update", "naive")(reference, gradient, factors, keep, rounding, rows)
+                yield from _differences(f"row_update {name}", ("weights",), (actual,), (reference,))
+
+
 def _differences(name: str, parts: Sequence[str], actual: Sequence[Any], reference: Sequence[Any]) -> Iterator[str]:
-    """Integer tensors that differ from the twin's, in words."""
+    """Tensors whose bits are not the twin's, in words."""
     for part, ours, twins in zip(parts, actual, reference, strict=True):
         if not torch.equal(ours.cpu(), twins):
             yield f"{name}: {part} differ from the twin's"

@@ -19,6 +19,8 @@ from kernels.common import cpp
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
+from kernels.row_squares.op import RowSquares
+from kernels.row_update.op import RowUpdate
 from kernels.shuffled_rows.op import ShuffledRows
 from kernels.tucker_scores.op import TuckerScores
 from kernels.tucker_topk.op import TuckerTopk
@@ -26,7 +28,8 @@ from kernels.tucker_topk.op import TuckerTopk
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of the memory layers, differentiable where they have a gradient. Their arguments are the naive twins'."""
+    """The ops of the memory layers and of updates of their tables, differentiable where they have a gradient. Their
+    arguments are the naive twins'."""
 
     gather_sum: GatherSum
     gather_dot: GatherDot
@@ -35,6 +38,8 @@ class Kernels:
     product_topk: ProductTopk
     shuffled_rows: ShuffledRows
     tucker_scores: TuckerScores
+    row_squares: RowSquares
+    row_update: RowUpdate
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

@@ -88,6 +88,12 @@ def accumulate_instructions(width: int, *, rounded: bool = False) -> float:
     return step * tile.num_warps * tile.column_tiles(width) / (ACCUMULATE_AHEAD * tile.entries)
 
 
+def update_tile(width: int) -> Tile:
+    """Tile of `row_update`: rows of a gradient, eight elements of each per thread, or as many as are aligned."""
+    columns = columns_of(width)
+    return Tile(max(1, 4 * _WARP * 8 // columns), columns, 4)
+
+
 def slots_per_run(num_slots: int) -> int:
     """Slots of entries in a run of `segment_accumulate`. Longer runs are more alike; short ones keep a GPU busy."""
     return min(4, max(1, num_slots // _MANY_RUNS))

@@ -40,7 +40,7 @@ def segment_accumulate(
         segment_accumulate(sums, ids, coef, vec, bins)
         for number in range(len(sums)):
             if (ids == number).any():
-                accumulator[number] = _rounded(sums[number], number, rounding)
+                accumulator[number] = rounded_row(sums[number], number, rounding)
         return
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):
@@ -52,7 +52,7 @@ def segment_accumulate(
             accumulator[ids[t, j]] += (coef[t, j].to(accumulator.dtype).unsqueeze(1) * row).flatten()
 
 
-def _rounded(sums: Tensor, row: int, rounding: Rounding) -> Tensor:
+def rounded_row(sums: Tensor, row: int, rounding: Rounding) -> Tensor:
     """A row [W] in bf16: the lower half of each word is dropped behind the addition of as many random bits."""
     row += rounding.first_row
     of_row = _mixed((row >> 32) * _GOLDEN_GAMMA ^ row ^ rounding.key >> 32)

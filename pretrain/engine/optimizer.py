@@ -581,4 +581,4 @@ def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[n
             for parameter in bank.parameters():
                 (leaf,) = leaves[parameter]
                 first_row, first_column = leaf.global_offset
-                yield parameter, Place(leaf.key, first_row, first_column, width=leaf.global_shape[1])
+                yield parameter, Place(leaf.key, first_row, first_column, leaf.global_shape[1], bank.kernels)

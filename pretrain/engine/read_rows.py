@@ -18,12 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from kernels.common.rounding import Rounding, round_stochastically
 from kernels.common.row_gradient import RowGradient
 from megamem.parameters import GroupName
 from pretrain.engine.optimizer_shards import leaves_by_parameter
 from pretrain.engine.row_gradients import row_gradient_of
-from pretrain.engine.row_wise import RowWise, rows_at_once
+from pretrain.engine.row_wise import RowWise, rounding_of
 from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.update_rules import MakeRule, Share, UpdateRule
 
@@ -41,6 +40,10 @@ class HeldRows:
     weights: Tensor
     state: Sequence[Tensor]
     numbers: Tensor | None = None
+
+    def numbers_of(self, held: Tensor) -> Tensor | None:
+        """Numbers, in that part, of some of the held rows; None: their own."""
+        return None if self.numbers is None else self.numbers[held]
 
 
 class ReadRows(RowWise):
@@ -63,32 +66,19 @@ class ReadRows(RowWise):
         return HeldRows(weights, [tensor[self.rows_of(share)] for tensor in self.device_state()])
 
     def _update_rows(self, share: Share, held: HeldRows, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
-        num = len(sums)
-        windows = [slice(first, first + rows_at_once(sums)) for first in range(0, num, rows_at_once(sums))]
-        squares = torch.cat([sums[window].square().sum(1) for window in windows])
+        place = self.places[share.parameter]
+        squares = place.kernels.row_squares(sums)
         if self.groups.columns.size() > 1:
             # Ranks with other columns read the same rows.
             dist.all_reduce(squares, group=self.groups.columns)
         if sources is not None:
             squares = squares[sources]
-        moments, last_updates = (tensor[rows] for tensor in held.state)
-        factors = self.factors(share, moments, last_updates, squares)
-        for tensor, updated in zip(held.state, (moments, last_updates), strict=True):
-            tensor.index_copy_(0, rows, updated)
-        place, key = self.places[share.parameter], self.rounding_key(share)
-        table = held.weights
-        for window in windows:
-            of_window = rows[window]
-            weights = table[of_window]
-            gradient = sums[window] if sources is None else sums[sources[window]]
-            change = gradient * factors[window].unsqueeze(1)
-            if weights.dtype == torch.float32:
-                weights.add_(change)
-            else:
-                numbers = of_window if held.numbers is None else held.numbers[of_window]
-                rounding = Rounding(key, place.first_row, place.first_column)
-                round_stochastically(change.add_(weights.float()), weights, rounding, numbers)
-            table.index_copy_(0, of_window, weights)
+        factors = self.factors_at(share, held.state, rows, squares)
+        if sources is not None:
+            # Rows behind the last repeat the first, which is updated once.
+            factors.masked_fill_(sources != torch.arange(len(sources), device=sources.device), 0)
+        rounding = rounding_of(held.weights, self.rounding_key(share), place.first_row, place.first_column)
+        place.kernels.row_update(held.weights, sums, factors, 1.0, rounding, rows, held.numbers_of(rows))
 
 
 class StoredRows(ReadRows):

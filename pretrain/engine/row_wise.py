@@ -29,7 +29,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from kernels.common.rounding import Rounding, round_stochastically
+from kernels.common.rounding import Rounding
+from kernels.select import Kernels
 from megamem.hashing import key_of
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import ROW_WISE
@@ -37,8 +38,6 @@ from pretrain.engine.optimizer_shards import row_entries, state_entries
 from pretrain.engine.update_rules import Share, Spread, UpdateRule
 from pretrain.rectangles import rectangles_of_range
 
-# Temporaries are a few tensors of so many elements: few launches on a GPU, the cache on a CPU.
-_WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 22, 1 << 16
 _SECOND_MOMENT, _LAST_UPDATE = ROW_WISE.per_row
 
 
@@ -50,12 +49,14 @@ class Place:
         name: the table's, in checkpoints.
         first_row, first_column: in the whole table.
         width: columns of the whole table.
+        kernels: of its bank.
     """
 
     name: str
     first_row: int
     first_column: int
     width: int
+    kernels: Kernels
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class RowGroups:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _Part:
     """A rectangle [n, c] of a share.
 
     Attributes:
@@ -181,9 +182,9 @@ class RowWise(UpdateRule):
         """See `UpdateRule.update_shares`. Collective over the stage."""
         squares = torch.zeros_like(self._moments)
         for share in self.shares:
-            of_share = squares[self._rows[share]]
-            for window in _windows(share):
-                of_share[window.rows] += window.of(share.gradient).float().square().sum(1)
+            of_share, row_squares = squares[self._rows[share]], self.places[share.parameter].kernels.row_squares
+            for part in _parts(share):
+                of_share[part.rows] += row_squares(part.of(share.gradient))
         if self.groups.columns.size() > 1 and squares.numel():
             # Ranks with other columns own the same range of theirs.
             dist.all_reduce(squares, group=self.groups.columns)
@@ -194,22 +195,40 @@ class RowWise(UpdateRule):
     def _update(self, share: Share, squares: Tensor) -> None:
         place, decay = self.places[share.parameter], share.group["weight_decay"]
         rows = self._rows[share]
-        factors = self.factors(share, self._moments[rows], self._last_updates[rows], squares)
+        factors = self._factors_of_share(share, [self._moments[rows], self._last_updates[rows]], squares)
         first_row = place.first_row + share.start // share.parameter.shape[1]
-        touched = torch.arange(factors.numel(), dtype=torch.int64, device=factors.device)
-        key = self.rounding_key(share)
-        for window in _windows(share):
-            weights = window.of(share.weights)
-            change = window.of(share.gradient) * factors[window.rows].unsqueeze(1)
-            if weights.dtype == torch.float32:
-                weights.mul_(1 - share.group["lr"] * decay).add_(change)
-            else:
-                updated = change.add_(weights.float().mul_(1 - share.group["lr"] * decay))
-                rounding = Rounding(key, first_row, place.first_column + window.first_column)
-                round_stochastically(updated, weights, rounding, touched[window.rows])
+        keep, key = 1 - share.group["lr"] * decay, self.rounding_key(share)
+        for part in _parts(share):
+            weights = part.of(share.weights)
+            place.kernels.row_update(
+                weights,
+                part.of(share.gradient),
+                factors[part.rows],
+                keep,
+                rounding_of(weights, key, first_row + part.rows.start, place.first_column + part.first_column),
+            )
+
+    def _factors_of_share(self, share: Share, state: Sequence[Tensor], squares: Tensor) -> Tensor:
+        """See `factors`, of all rows of a share."""
+        moments, last_updates = state
+        if squares.device.type != "cpu" or type(squares) is not torch.Tensor:
+            return self.factors(share, moments, last_updates, squares)
+        # Host sync: none on a CPU, where powers of all rows would take longer than the update of those that were read.
+        # (A dry run's tensors have no values.)
+        read = squares.nonzero().squeeze(1)
+        return torch.zeros_like(squares).index_copy_(0, read, self.factors_at(share, state, read, squares[read]))
+
+    def factors_at(self, share: Share, state: Sequence[Tensor], rows: Tensor, squares: Tensor) -> Tensor:
+        """See `factors`, of some of the rows that `state` has; a row may be there more than once, with the same sum."""
+        moments, last_updates = (tensor[rows] for tensor in state)
+        factors = self.factors(share, moments, last_updates, squares)
+        for tensor, updated in zip(state, (moments, last_updates), strict=True):
+            tensor.index_copy_(0, rows, updated)
+        return factors
 
     def factors(self, share: Share, moments: Tensor, last_updates: Tensor, squares: Tensor) -> Tensor:
-        """[n], what gradients of rows are multiplied by for their updates; moves the rows' state on.
+        """[n], what gradients of rows are multiplied by for their updates, 0 for rows that were not read; moves the rows'
+        state on.
 
         Args:
             moments, last_updates: [n], in place.
@@ -224,7 +243,8 @@ class RowWise(UpdateRule):
         current.add_(squares.mul_((1 - beta2) / self.places[share.parameter].width))
         moments.copy_(torch.where(read, current, moments))
         last_updates.masked_fill_(read, update)
-        return (current / (1 - beta2**update)).sqrt_().add_(self._epsilon).reciprocal_().mul_(-share.group["lr"])
+        factors = (current / (1 - beta2**update)).sqrt_().add_(self._epsilon).reciprocal_().mul_(-share.group["lr"])
+        return factors.masked_fill_(~read, 0)
 
     def rounding_key(self, share: Share) -> int:
         """The key of an update's random numbers."""
@@ -269,20 +289,16 @@ def _num_rows(share: Share) -> int:
     return -(-share.stop // width) - share.start // width
 
 
-def rows_at_once(rows: Tensor) -> int:
-    """Rows of a window, of tensors with the columns of [n, W] `rows`, and on their device."""
-    return max(1, (_WINDOW_ELEMENTS if rows.is_cuda else _WINDOW_ELEMENTS_ON_CPU) // rows.shape[1])
+def rounding_of(weights: Tensor, key: int, first_row: int, first_column: int) -> Rounding | None:
+    """Rounding of weights that begin there in the whole table; None for fp32 ones."""
+    return None if weights.dtype == torch.float32 else Rounding(key, first_row, first_column)
 
 
-def _windows(share: Share) -> Iterator[_Window]:
-    """Rectangles of a share of at most a window's elements, or of one row, in order."""
-    at_once = rows_at_once(share.parameter)
-    width = share.parameter.shape[1]
-    first_row = share.start // width
+def _parts(share: Share) -> Iterator[_Part]:
+    """Rectangles of a share, in order: whole rows, and what its ends have of others."""
+    first_row = share.start // share.parameter.shape[1]
     for part in rectangles_of_range(share.parameter.shape, share.start, share.stop):
-        (row, column), (num_rows, num_columns) = part.offset, part.shape
-        for first in range(0, num_rows, at_once):
-            num = min(at_once, num_rows - first)
-            flat = part.flat_start - share.start + first * num_columns
-            rows = slice(row - first_row + first, row - first_row + first + num)
-            yield _Window(rows, column, slice(flat, flat + num * num_columns))
+        row, column = part.offset
+        flat = part.flat_start - share.start
+        rows = slice(row - first_row, row - first_row + part.shape[0])
+        yield _Part(rows, column, slice(flat, flat + part.shape[0] * part.shape[1]))

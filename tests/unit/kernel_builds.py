@@ -40,8 +40,13 @@ ROWS = (
     ("ultramem/227m_1.2b.yaml", ("train.precision=fp32",)),
     ("memory_plus/1b_7b.yaml", ()),
     ("memory_plus/1b_7b.yaml", ("optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16")),
+    ("ultramem/227m_1.2b.yaml", ("train.precision=fp32", "optimizer.tables=row_wise")),
 )
-"""Models whose rows are of another kind: of two cores, of fp32, wider than a tile; and those of rounded gradients."""
+"""Models whose rows are of another kind: of two cores, of fp32, wider than a tile; and those of rounded gradients and of
+updates by row."""
+READ = ("optimizer.tables=row_wise", "optimizer.table_gradients=rows", "optimizer.value_weight_decay=0.0")
+UPDATED = "ultramemv2/2.5b_120b_top256.yaml"
+"""A model, and keys by which the rows that a step read are updated."""
 
 
 def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:
@@ -52,6 +57,11 @@ def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:
             yield config
             if config.parallel.memory > 1 and ALL:
                 yield from (replace(config, parallel=replace(config.parallel, memory=number)) for number in GROUPS)
+
+
+def every_kernel() -> list[RunConfig]:
+    """Models that launch every kernel: of all families that select in other ways, and an update of rows that were read."""
+    return [*configs((NARROW, *FEW)), load_stages(REPOSITORY / "configs" / UPDATED, READ)[0]]
 
 
 def launches(configs: Iterable[RunConfig], num_tokens: int | None = None) -> list[Launch]:
@@ -81,11 +91,11 @@ def main() -> None:
         (launch,) = recorded(call)
         say("planted", described(launch), problems(launch, 90), wanted=wanted)
     for capability in CAPABILITIES if ALL else ():
-        shipped = configs(PUBLISHED if capability == 90 else (NARROW, *FEW))
+        shipped = [*configs(PUBLISHED), *every_kernel()] if capability == 90 else every_kernel()
         for launch in [*launches(shipped), *launches_on_rows()]:
             say("shipped", described(launch), problems(launch, capability), capability=capability)
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
-    by_name = {launch.name: launch for launch in launches(configs((NARROW, *FEW)), num_tokens=1)}
+    by_name = {launch.name: launch for launch in launches(every_kernel(), num_tokens=1)}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))
@@ -96,7 +106,7 @@ def main() -> None:
 
 def command(what: str) -> None:
     """Run `megamem bench kernels --static`, and say what it printed."""
-    words = ["bench", "kernels", "--static", "configs/ultramemv2/227m_1.2b.yaml", "--zipf", "0,0.8"]
+    words = ["bench", "kernels", "--static", "configs/ultramemv2/227m_1.2b.yaml", "--zipf", "0,0.8", *READ]
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = megamem(words)
     print(json.dumps({"what": what, "code": code, "out": out.getvalue(), "err": err.getvalue()}), flush=True)

@@ -36,8 +36,8 @@ SELECTIONS = (
 """Files whose operations select, and do little else."""
 OWN_RETRIEVAL = "megamem/families/midus/layer.py"
 """A file that selects in its `retrieve`, and does more elsewhere."""
-UPDATES = ("pretrain/engine/row_wise.py", "kernels/common/rounding.py", "kernels/common/hashing.py")
-"""Files whose operations update tables by row; shuffles hash too, and memories without them do not."""
+UPDATES = ("pretrain/engine/row_wise.py", "kernels/row_squares/", "kernels/row_update/")
+"""Files whose operations update tables by row."""
 MEMORIES: dict[str, MemoryConfig] = {
     "Tucker cores": UltraMemV2Config(num_keys=1024, value_dim=128, pre_value_dim=64, top_k=128),
     "product keys": MemoryPlusConfig(num_keys=1024, value_dim=128, num_heads=2, top_k=32),

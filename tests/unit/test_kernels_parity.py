@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import parity_problems, selection_problems
+from kernels.parity import parity_problems, selection_problems, update_problems
 from kernels.select import select_kernels
 
 
@@ -77,3 +77,18 @@ def test_entries_in_another_order_are_seen() -> None:
     assert all(
         problem.startswith("tucker_topk") and problem.endswith("entries differ from the twin's") for problem in problems
     )
+
+
+def test_an_update_that_rounds_otherwise_is_seen() -> None:
+    good = select_kernels("torch")
+
+    def to_nearest(weights: Tensor, gradient: Tensor, factors: Tensor, /, keep: float = 1.0, *others: Any) -> None:
+        weights[:20] = (weights[:20] * keep + factors.unsqueeze(1) * gradient).to(weights.dtype)
+
+    assert list(update_problems(good, "cpu")) == []
+    problems = list(update_problems(replace(good, row_update=to_nearest), "cpu"))
+    assert problems
+    assert all(problem.startswith("row_update") for problem in problems)
+    problems = list(update_problems(replace(good, row_squares=lambda gradient: gradient.sum(1)), "cpu"))
+    assert problems
+    assert all(problem.startswith("row_squares") for problem in problems)

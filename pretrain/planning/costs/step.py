@@ -37,9 +37,8 @@ class Part(StrEnum):
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
-_BY_ROW_BYTES, _BY_ROW_ROUNDED_BYTES = 32, 178
-"""Updates by row of fp32 weights, and of bf16 ones with the hashes that they are rounded by. Each operation reads and
-writes memory: the dry run of a GPU counts the same."""
+_PER_UPDATED_ROW = 162
+"""Updates by row: what the operations move that make a row's factor. The dry run of a GPU counts the same."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,12 @@ def table_step_bytes(config: RunConfig) -> float:
     """Bytes that an update of tables moves per element, on the device."""
     train = config.train
     if table_update(config.optimizer) is ROW_WISE:
-        return _BY_ROW_ROUNDED_BYTES if train.precision == "bf16" else _BY_ROW_BYTES
+        banks = [(bank.num_rows, config.model.family_of_bank(bank.index)) for bank in config.model.memory_plan.banks]
+        num_rows = sum(rows * len(memory.tables) for rows, memory in banks) * config.parallel.memory_columns
+        num_elements = sum(rows * memory.row_width for rows, memory in banks)
+        # The gradient is read for the sums of squares and again, with the weights, which are written: as if all rows were.
+        of_element = 2 * table_gradient_bytes(config.optimizer) + 2 * train.element_bytes
+        return of_element + _PER_UPDATED_ROW * num_rows / max(1, num_elements)
     # Next to fp32 main weights there are those of the model in bf16.
     return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 

@@ -119,6 +119,14 @@ def _all(*names: str) -> Callable[[Mapping[str, Any]], int]:
     return lambda arguments: sum(arguments[name].nbytes for name in names)
 
 
+def _updated(arguments: Mapping[str, Any]) -> int:
+    """Weights of the rows of a gradient, twice, and all that is read beside them."""
+    gradient, factors = arguments["gradient"], arguments["factors"]
+    numbers = 2 * _INDEX * factors.numel() if arguments["OF_ROWS"] else 0
+    weights: int = 2 * arguments["weights"].element_size() * gradient.numel()
+    return weights + gradient.nbytes + factors.nbytes + numbers
+
+
 _INDEX, _RADIX_BITS = 8, 8
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _OPERATIONS: dict[Any, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {
@@ -132,5 +140,7 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "collect_grid_kernel": _collected("stage_ids", "scratch"),
     "collect_sums_kernel": _collected("stage_ids", "scratch"),
     "sort_candidates_kernel": _all("scratch", "stage_ids", "retrieved"),
+    "row_squares_kernel": _all("gradient", "squares"),
+    "row_update_kernel": _updated,
 }
-"""Formulas of the selections' kernels. Those of tables are in `pretrain.planning.costs.rows`."""
+"""Formulas of the kernels of selections and updates. Those of lookups are in `pretrain.planning.costs.rows`."""

@@ -121,6 +121,8 @@ def source_of(launch: Launch) -> Any:
             continue
         if isinstance(value, Tensor):
             signature[name] = _TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
         # PyTorch's tensors are aligned.

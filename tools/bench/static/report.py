@@ -9,7 +9,7 @@ from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Division, stages_of
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.costs.timing import TimePart, step_time
 from pretrain.progress import Progress
 from tools.bench.static.builds import Build, build
 from tools.bench.static.floors import (
@@ -143,6 +143,9 @@ def _part_rows(
     passes = Division.of(config, num_ranks).num_microbatches * stages[time.slowest_stage].num_lookups
     forwards = 2 if config.train.recompute == "full" else 1
     for part in dict.fromkeys(call.part for call in calls):
+        if part == TimePart.MEMORY_UPDATE:
+            # Once per step.
+            continue
         seconds = 0.0
         for call, row in zip(calls, judged, strict=True):
             if call.part == part:

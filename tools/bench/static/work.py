@@ -16,7 +16,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import has_bf16_gradients
+from pretrain.config.updates import ROW_WISE, has_bf16_gradients, keeps_rows, table_update
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart
@@ -74,7 +74,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) -> list[Call]:
-    """The calls of the first memory layer's forward and backward pass.
+    """The calls of the first memory layer's forward and backward pass, and of an update by row of its bank.
 
     Args:
         config: of a model with a memory that retrieves.
@@ -104,6 +104,11 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
     for table in memory.tables:
         width = table.width // layout.memory_columns
         calls += tables.summed(width) if table.name == "values" else tables.multiplied(width)
+    if table_update(config.optimizer) is ROW_WISE:
+        for table in memory.tables:
+            calls += tables.updated(
+                table.name, table.width // layout.memory_columns, by_row=keeps_rows(config.optimizer)
+            )
     return calls
 
 
@@ -191,6 +196,27 @@ class _Tables:
             self._gather("gather_dot, pre-values", width, (ids, x, 1, None), moved, is_forward=True),
             self._gather("gather_sum, gradient of input", width, (ids, coef, None, 1), moved),
             self._accumulate("segment_accumulate, pre-values", width, coef, x, None),
+        ]
+
+    def updated(self, name: str, width: int, *, by_row: bool) -> list[Call]:
+        """An update by row, of all rows or of those that were read."""
+        from kernels.row_squares import triton_op as squares
+        from kernels.row_update import triton_op as update
+        from kernels.segment_accumulate.op import numbers_of
+
+        table = _empty(self.reads.num_rows, width, dtype=self.dtype)
+        num = min(self.reads.num_rows, self.reads.num_entries) if by_row else self.reads.num_rows
+        gradient, factors = _empty(num, width, dtype=self.gradient_dtype), _empty(num, dtype=torch.float32)
+        rows = _empty(num) if by_row else None
+        rounding = numbers_of(Rounding(2**62) if self.dtype == torch.bfloat16 else None)
+        part = TimePart.MEMORY_UPDATE
+        summed = recorded(lambda: launcher(squares._row_squares)(gradient))
+        moved = recorded(lambda: launcher(update._row_update)(table, gradient, factors, 1.0, rounding, rows, None))
+        read = [Access(_bytes(gradient)), Access(_bytes(factors))]
+        written = 2 * [Access(num * width * table.element_size())] + [Access(0 if rows is None else _bytes(rows))]
+        return [
+            Call(f"row_squares, {name}", part, False, tuple(summed), tuple(read), None),
+            Call(f"row_update, {name}", part, False, tuple(moved), (*read, *written), None),
         ]
 
     def _ids(self) -> Tensor:

@@ -1,0 +1,1 @@
+"""Sum of squares of each row of a gradient."""

@@ -1,0 +1,1 @@
+"""Update of rows of a table by their gradients."""
