@@ -20,11 +20,16 @@ from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
 from tools.maintenance import check_plan
 from tools.maintenance.plan_page import (
+    FEWER,
     GPUS,
     MODELS,
+    OF_FEW_GPUS,
+    PLANS,
+    UPDATES,
     Planned,
     against_groups,
     against_mixture,
+    fewest,
     markdown_table,
     marks,
     outlook_row,
@@ -92,7 +97,7 @@ def test_a_rank_of_it_is_dry_run() -> None:
 
 
 def test_the_page_says_what_is_computed() -> None:
-    begin, end = marks()
+    begin, end = marks(PLANS)
     computed = PAGE.partition(begin)[2].partition(end)[0]
     name, file = list(MODELS.items())[-1]
     config = load_config(MODEL_FOLDER / file)
@@ -109,6 +114,14 @@ def test_the_page_says_what_is_computed() -> None:
     for line in markdown_table(against_mixture(GPUS[-1:], H100)):
         assert line in computed
     assert "| " + " | ".join(outlook_row(GPUS[0], H100)) + " |" in computed
+
+
+def test_the_page_says_how_few_gpus_are_enough() -> None:
+    begin, end = marks(FEWER)
+    model = "1.25B/12.5B"
+    shown = {line.split("|")[1].strip(): line for line in PAGE.partition(begin)[2].partition(end)[0].splitlines()[1:]}
+    assert shown[model] == f"| {model} | " + " | ".join(fewest(model, update, H100) for update in UPDATES) + " |"
+    assert {*OF_FEW_GPUS} <= {*shown}
 
 
 def test_the_page_names_the_files() -> None:

@@ -1,4 +1,4 @@
-"""The page about the largest models, docs/planning.md: what stands between its marks is computed here.
+"""The page about the largest models, docs/planning.md: what stands between its pairs of marks is computed here.
 
 `python -m tools.maintenance.plan_page docs/planning.md` writes it anew. No figure of it is typed.
 """
@@ -30,7 +30,24 @@ SKEW, SM_SHARE = 0.8, 0.5
 """Exponent of Zipf's law of rows as reads were measured, and a share of the multiprocessors for gradients of tables."""
 OUTLOOK_KEYS, OUTLOOK_GPUS = 5704, (64, 128, 256, 512, 1024)
 """Keys per side with which the tables of the first model hold 1T parameters, and GPUs to try them on."""
-PART = "plans"
+FEW_GPUS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs, the fewest first."""
+OF_FEW_GPUS = {
+    "UltraMemV2-2.5B/120B-top256": "ultramemv2/2.5b_120b_top256.yaml",
+    "2.5B/60B-top768": "ultramemv2/2.5b_60b_top768.yaml",
+    "2.5B/25B": "ultramemv2/2.5b_25b.yaml",
+    "1.25B/12.5B": "ultramemv2/1.25b_12.5b.yaml",
+    "Engram-40B": "engram/40b.yaml",
+}
+UPDATES: dict[str, tuple[str, ...]] = {
+    "AdamW": (),
+    "its tables on the host": ("optimizer.value_offload=cpu",),
+    "[`row_wise`](memory-parallel.md#tables-updated-by-row)": ("optimizer.tables=row_wise",),
+    "and `table_gradient_dtype: bf16`": ("optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16"),
+}
+"""Ways to update tables, by the keys that ask for them."""
+PLANS, FEWER = "plans", "fewest GPUs"
+"""Parts of the page."""
 _TABLE_PARTS = (MemoryPart.TABLES, MemoryPart.TABLE_GRADIENTS, MemoryPart.TABLE_OPTIMIZER)
 _MEMORY_TIME = tuple(part for part in TimePart if part.value.startswith("memory"))
 _MOVES = (
@@ -99,9 +116,24 @@ def busy(plan: Planned, hardware: Hardware) -> str:
     return f"{products:.2f}; {moved[0]:.2f}, {moved[1]:.2f}; {links:.2f}"
 
 
-def body() -> str:
-    """The page between its marks."""
-    hardware = load_hardware(GPU)
+def fewest(model: str, update: str, hardware: Hardware) -> str:
+    """The fewest GPUs that a model fits on with an update of tables, and the seconds of a step there."""
+    config = load_config(CONFIGS.parent / OF_FEW_GPUS[model], list(UPDATES[update]))
+    for num_gpus in FEW_GPUS:
+        # A plan tries both places of AdamW's state.
+        place = config.optimizer.value_offload
+        found = [e for e in all_estimates(config, num_gpus, hardware) if e.config.optimizer.value_offload == place]
+        if (best := recommended(found, hardware)) is not None:
+            return f"{num_gpus}, {best.time.total_s:.3g}"
+    return f"more than {FEW_GPUS[-1]}"
+
+
+def _fewer(hardware: Hardware) -> str:
+    rows = [[model, *(fewest(model, update, hardware) for update in UPDATES)] for model in OF_FEW_GPUS]
+    return "\n".join(markdown_table([["", *UPDATES], *rows])) + "\n"
+
+
+def _plans(hardware: Hardware) -> str:
     lines: list[str] = []
     for name, file in MODELS.items():
         config = load_config(CONFIGS / file)
@@ -300,16 +332,18 @@ def _twin(plan: Planned, hardware: Hardware) -> str:
     return f"{(own or estimate(twin, plan.num_gpus, hardware)).time.total_s:.2f}"
 
 
-def marks() -> tuple[str, str]:
-    """Lines before and after the computed part."""
-    return f"<!-- {PART} -->", f"<!-- end of {PART} -->"
+def marks(part: str) -> tuple[str, str]:
+    """Lines before and after a computed part."""
+    return f"<!-- {part} -->", f"<!-- end of {part} -->"
 
 
 def write(path: Path) -> None:
-    """Computes the part anew, and leaves the rest of the page."""
-    begin, end = marks()
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    path.write_text(f"{before}{begin}\n{body()}{end}{rest.partition(end)[2]}", encoding="utf-8")
+    """Computes the parts anew, and leaves the rest of the page."""
+    hardware = load_hardware(GPU)
+    for part, computed in ((PLANS, _plans), (FEWER, _fewer)):
+        begin, end = marks(part)
+        before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+        path.write_text(f"{before}{begin}\n{computed(hardware)}{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
