@@ -25,6 +25,7 @@ from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.stages import StageEntry, load_config, load_stages, read_run, stage_called, to_entries
+from pretrain.config.table_gradients import chosen, settled
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
@@ -183,10 +184,12 @@ def run_check(args: argparse.Namespace) -> int:
     stages = load_stages(args.config, args.overrides)
     num_ranks = args.ranks if args.elsewhere else args.ranks or ranks_for_stages(stages)
     folder = RunFolder(args.run_dir or Path("runs") / stages[0].name)
-    checked = []
+    checked, choices = [], []
     for config in stages:
         with naming_stage(config):
-            validate(config, num_ranks)
+            if (choice := chosen(config, num_ranks)) is not None:
+                choices.append(choice.text)
+            config = validate(config, num_ranks)
             if args.gpu_memory is not None:
                 check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
             # Parameters are counted with the data's vocabulary where the data is here.
@@ -197,6 +200,8 @@ def run_check(args: argparse.Namespace) -> int:
     for sentence in dict.fromkeys(sentence for config in stages for sentence in advice(config)):
         print(f"note: {sentence}", file=sys.stderr)
     print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
+    for text in dict.fromkeys(choices):
+        print(f"{text}.")
     if num_ranks is not None:
         held = max((held_bytes(config, num_ranks) for config in checked), key=lambda held: held.total)
         print(
@@ -265,7 +270,10 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
         config: of any kind.
         measured_layers: memory layers that are built to measure their initial outputs.
     """
-    sections = [_length_section(config), _model_section(config), _bytes_section(config)]
+    sections = [_length_section(config), _model_section(config), _bytes_section(settled(config, None))]
+    if (choice := chosen(config, None)) is not None:
+        several = ", where each part of a table has one replica; else dense" if choice.taken == "rows" else ""
+        sections.append(Section("choices", (f"{choice.text}{several}",)))
     if config.model.memory is not None:
         lines = [_feed_forward_line(config.model)]
         if measured_layers:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.devices import hide_gpus
 from pretrain.config.stages import load_stage
+from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
@@ -72,7 +73,9 @@ def run_dryrun(args: argparse.Namespace) -> int:
     check_has_vocabulary(config, args.config)
     if args.world_size < 1 or not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank is {args.rank}, and --world-size {args.world_size}: ranks are 0 to N - 1")
-    validate(config, args.world_size)
+    choice, config = chosen(config, args.world_size), validate(config, args.world_size)
+    if choice is not None and not args.json:
+        print(f"{choice.text}.")
     # The stand-in for CUDA wants a machine without, and nothing is computed.
     hide_gpus()
     from pretrain.planning.dryrun.peers import mismatches

@@ -68,7 +68,7 @@ def run_replay(args: argparse.Namespace) -> int:
     start = _start(folder, args.step, max(losses, default=0))
     config = load_config(folder.config, args.overrides)
     num_ranks = started_world_size() or args.nproc or default_num_ranks(config.parallel)
-    validate(config, num_ranks)
+    config = validate(config, num_ranks)
     return run_on_ranks(lambda: replay_rank(config, folder, start, losses), num_ranks)
 
 

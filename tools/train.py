@@ -15,6 +15,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import names_of, read_run, stage_called, to_entries
+from pretrain.config.table_gradients import chosen, settled
 from pretrain.config.validate import advice
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
@@ -135,9 +136,11 @@ def train_rank(
     from pretrain.train.run import owning
     from pretrain.train.stages import train_stages
 
-    trained = trained or stages
-    with session(*trained) as groups, owning(folder, groups) as owner:
+    asked = trained or stages
+    with session(*asked) as groups, owning(folder, groups) as owner:
         speaks = groups.is_main and not quiet
+        trained = [settled(config, groups.world_size) for config in asked]
+        choices = {_stage_name(config): chosen(config, groups.world_size) for config in asked}
 
         def train_one(run: Run) -> None:
             if owner is not None:
@@ -145,7 +148,9 @@ def train_rank(
                 _record(stages, folder, start)
             finished = run.state.step >= run.config.train.num_steps
             if speaks:
-                print(_finished(run) if finished else _headline(run), flush=True)
+                choice = choices[_stage_name(run.config)]
+                said = "" if choice is None else f"\n{choice.text}"
+                print(_finished(run) if finished else f"{_headline(run)}{said}", flush=True)
             if not finished:
                 train(run, default_callbacks(run, owner), stop)
             if speaks and run.state.step >= run.config.run_steps:
@@ -153,6 +158,10 @@ def train_rank(
 
         if not train_stages(trained, folder, groups, train_one, stop, start) and speaks:
             print(f"stage {', '.join(names_of(trained))} of {folder.path} is finished.", flush=True)
+
+
+def _stage_name(config: RunConfig) -> str | None:
+    return None if config.stage is None else config.stage.name
 
 
 def _record(stages: Sequence[RunConfig], folder: RunFolder, start: SavedState | None) -> None:

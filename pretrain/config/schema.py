@@ -230,16 +230,18 @@ class OptimizerConfig(Config):
     """Update of the memory tables. adamw: two moments per element, and fp32 main weights beside bf16 ones; row_wise: a
     second moment per row and no first, and bf16 weights that are rounded stochastically. See docs/memory-parallel.md."""
     table_gradients: Annotated[
-        Literal["dense", "rows"], EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+        Literal["dense", "rows", "auto"],
+        EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise"),
     ] = "dense"
     """Gradients of the memory tables. dense: of every element of a table; rows: of the distinct rows that a
-    step reads, so that neither memory nor time grow with the table; of tables without replicas and without weight decay.
-    See docs/memory-parallel.md."""
+    step reads, so that neither memory nor time grow with the table; of tables without replicas and without weight decay;
+    auto: rows where tables can have them and a step reads at most half as often as there are rows, so that they take less
+    memory and less time, else dense; a run says which, and why. See docs/memory-parallel.md."""
     table_gradient_dtype: Annotated[
         Literal["fp32", "bf16"],
         EffectiveWhen(
-            lambda c: c.tables == "row_wise" and c.table_gradients == "dense",
-            "optimizer.tables is row_wise and optimizer.table_gradients is dense",
+            lambda c: c.tables == "row_wise" and c.table_gradients != "rows",
+            "optimizer.tables is row_wise and optimizer.table_gradients is not rows",
         ),
     ] = "fp32"
     """Dense gradients of the memory tables. fp32: 4 bytes per element; bf16: 2, where each lookup's sums are added in fp32

@@ -77,7 +77,9 @@ def table_update(settings: OptimizerConfig) -> Update:
 
 
 def keeps_rows(settings: OptimizerConfig) -> bool:
-    """True if gradients of tables are the rows that a step read."""
+    """True if gradients of tables are the rows that a step read; what `auto` takes has been settled
+    (`pretrain.config.table_gradients`)."""
+    assert settings.tables != "row_wise" or settings.table_gradients != "auto"
     return settings.tables == "row_wise" and settings.table_gradients == "rows"
 
 

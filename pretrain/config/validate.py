@@ -16,6 +16,7 @@ from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
+from pretrain.config.table_gradients import impossible, settled
 from pretrain.config.updates import keeps_rows
 from pretrain.errors import ConfigError
 
@@ -23,8 +24,8 @@ _WIDE_LOAD_BYTES = 16
 """A row that is a multiple of this, from its first byte on, is read in the widest loads that a GPU has."""
 
 
-def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> None:
-    """Refuse a configuration that cannot run.
+def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> RunConfig:
+    """Refuse a configuration that cannot run; the configuration that so many ranks run (`settled`).
 
     Args:
         config: the run.
@@ -44,6 +45,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
+    return settled(config, world_size)
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:
@@ -178,29 +180,10 @@ def _health(config: RunConfig) -> Iterator[str]:
 
 
 def _table_gradients(config: RunConfig, world_size: int | None) -> Iterator[str]:
-    """Tables that gradients of rows can be had for: one replica of each, on one stage, without decay."""
-    optimizer, parallel = config.optimizer, config.parallel
-    if config.model.memory is None or not keeps_rows(optimizer):
-        return
-    key, fix = "optimizer.table_gradients is rows", "use optimizer.table_gradients: dense"
-    decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
-    if decay:
-        yield (
-            f"{key}, and the tables' weight decay is {decay:g}: rows that a step does not read would miss it. Set "
-            f"optimizer.value_weight_decay: 0, or {fix}"
-        )
-    if parallel.pipeline > 1 and any(bank.on_every_stage for bank in config.model.memory_plan.banks):
-        yield (
-            f"{key}, and with parallel.pipeline {parallel.pipeline} every stage holds a copy of a bank, whose gradients "
-            f"are added up: use parallel.pipeline: 1, or {fix}"
-        )
-    per_stage = None if world_size is None or world_size % parallel.pipeline else world_size // parallel.pipeline
-    if per_stage is not None and per_stage > parallel.memory and per_stage % parallel.memory == 0:
-        yield (
-            f"{key}, and {per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part "
-            f"of a table (parallel.memory {parallel.memory}), whose gradients are added up: use parallel.memory "
-            f"{per_stage}, or {fix}"
-        )
+    """Gradients of rows that were asked for and that tables cannot have."""
+    if config.model.memory is not None and config.optimizer.table_gradients == "rows" and keeps_rows(config.optimizer):
+        for why, fix in impossible(config, world_size):
+            yield (f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense")
 
 
 def _table_folder(config: RunConfig) -> Iterator[str]:

@@ -42,8 +42,7 @@ def check_stages(
     """
     for config in stages:
         with naming_stage(config):
-            validate(config, num_ranks)
-            check_start(config, num_ranks, folder, local=local, start=start)
+            check_start(validate(config, num_ranks), num_ranks, folder, local=local, start=start)
 
 
 @contextmanager
@@ -119,7 +118,7 @@ def check_submission(
     opened = []
     for config in stages:
         with naming_stage(config):
-            validate(config, num_ranks, on_this_machine=False)
+            config = validate(config, num_ranks, on_this_machine=False)
             vocab_size, datasets = _check_data(config)
             opened.append(datasets)
             if gpu_bytes is not None:

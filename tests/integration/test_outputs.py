@@ -174,3 +174,25 @@ def test_the_rows_learning_rates_are_those_of_the_schedule(trained: Path) -> Non
         lr = 1e-2 * (step + 1) / 3 if step < 3 else 4e-4 + 96e-4 * (1 + math.cos(math.pi * (step - 3) / 156)) / 2
         assert row["lr"] == pytest.approx(lr, rel=1e-12), step
         assert row["value_lr"] == pytest.approx(lr * (5 - 3 * step / 160), rel=1e-12), step
+
+
+def test_a_run_says_which_gradients_of_tables_were_taken(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    """By one rank rows, of which the run's configuration then speaks, and goes on by two, which have replicas."""
+    keys = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto", "optimizer.value_weight_decay=0")
+    run = (
+        *keys,
+        "model.memory.num_keys=128",
+        "optimizer.warmup_steps=0",
+        "checkpoint.every_steps=2",
+        "--run-dir",
+        tmp_path / "run",
+    )
+    for num_steps, num_ranks, taken in (
+        (2, 1, "rows: a step reads "),
+        (3, 2, "dense: 2 ranks of a pipeline stage hold"),
+    ):
+        result = megamem("train", config_file, f"train.num_steps={num_steps}", *run, "--nproc", num_ranks)
+        assert result.code == 0, result.output
+        assert f"\noptimizer.table_gradients (auto): {taken}" in result.output
+        saved = (tmp_path / "run" / "config.yaml").read_text()
+        assert f"table_gradients: {taken.partition(':')[0]}\n" in saved

@@ -15,6 +15,7 @@ from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
+from pretrain.config.table_gradients import settled
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import hardware_file, load_hardware
@@ -297,20 +298,26 @@ def run_bench_context(args: argparse.Namespace) -> int:
     from tools.bench.context import bench_context_rank, context_cases
 
     cases = context_cases(config, args.lengths, args.sizes, num_ranks)
-    for case in cases:
-        validate(case, num_ranks)
+    cases = [validate(case, num_ranks) for case in cases]
     return run_on_ranks(lambda: bench_context_rank(cases, args.rounds, args.steps), num_ranks)
 
 
 def _load_trained(args: argparse.Namespace) -> dict[str, RunConfig]:
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}: nothing is measured with less than 1")
-    return load_configs(args)
+    configs = load_configs(args)
+    num_ranks = _most_ranks(args, configs.values())
+    return {name: settled(config, num_ranks) for name, config in configs.items()}
 
 
 def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:
     """Number of ranks that there are or shall be; all configurations must be able to run on them."""
-    num_ranks: int = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
+    num_ranks = _most_ranks(args, configs)
     for config in configs:
         validate(config, num_ranks)
     return num_ranks
+
+
+def _most_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:
+    started: int | None = started_world_size() or args.nproc
+    return started or max(default_num_ranks(config.parallel) for config in configs)

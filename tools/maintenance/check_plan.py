@@ -213,7 +213,8 @@ def compare(config: RunConfig, num_ranks: int, *, as_gpu: bool) -> tuple[list[Fi
     Raises:
         ConfigError: the configuration is not valid on so many ranks.
     """
-    validate(replace(config, train=replace(config.train, kernels="auto")), num_ranks, on_this_machine=False)
+    anywhere = replace(config, train=replace(config.train, kernels="auto"))
+    config = replace(validate(anywhere, num_ranks, on_this_machine=False), train=config.train)
     from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
     from tools.maintenance.agreement import figures
 

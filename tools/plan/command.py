@@ -26,6 +26,7 @@ from pretrain.config.source import (
     to_plain,
 )
 from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
+from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
@@ -166,6 +167,11 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
             print(f"\nAs written it does not fit: {too_large(written, hardware)}.")
         elif written is not None and not args.as_written:
             print(f"\nAs written: {written.time.total_s:.2f} s per step, {written.peak_bytes / 1e9:.1f} GB.")
+        asked = replace(
+            best.config, optimizer=replace(best.config.optimizer, table_gradients=config.optimizer.table_gradients)
+        )
+        if (choice := chosen(asked, args.gpus)) is not None:
+            print(f"\n{choice.text}.")
         print("\n".join(details(best, args.gpus, hardware)))
     if args.plot is not None:
         from tools.plan.picture import save_picture

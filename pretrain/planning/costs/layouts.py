@@ -9,6 +9,7 @@ from typing import Literal
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
+from pretrain.config.table_gradients import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.equal_compute import flops_measure, solve_ffn_width
@@ -87,7 +88,8 @@ class Estimate:
 
 
 def estimate(config: RunConfig, num_ranks: int, hardware: Hardware) -> Estimate:
-    """Estimate of a configuration that is valid on `num_ranks` ranks."""
+    """Estimate of a configuration that is valid on `num_ranks` ranks, with what they settle."""
+    config = settled(config, num_ranks)
     return Estimate(config, stage_bytes(config, num_ranks), step_time(config, num_ranks, hardware))
 
 

@@ -1,0 +1,93 @@
+"""Gradients of tables that a run can have (`optimizer.table_gradients`), and what `auto` takes.
+
+What a step reads is known from the configuration, and the number of replicas from the number of ranks: so the choice is made
+once, before ranks start, and said. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pretrain.config.schema import RunConfig
+
+MOST_READS = 0.5
+"""Reads of a step per row of the tables, up to which `auto` takes rows. A read takes some 50 bytes while reads are sorted, and
+each row that was read 4 bytes per column; a dense gradient takes those of every row. Below one read for two rows both memory
+and time are less for every width of 13 or more."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Answer to `auto`.
+
+    Attributes:
+        taken: the gradients.
+        reason: in words.
+    """
+
+    taken: Literal["dense", "rows"]
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """The choice in a line."""
+        return f"optimizer.table_gradients (auto): {self.taken}: {self.reason}"
+
+
+def chosen(config: RunConfig, num_ranks: int | None) -> Choice | None:
+    """The choice of `auto`; None where nothing is left to choose.
+
+    Args:
+        num_ranks: of the run; None: not known, as if each part of a table had one replica.
+    """
+    optimizer, model = config.optimizer, config.model
+    if model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "auto":
+        return None
+    for why, _ in impossible(config, num_ranks):
+        return Choice("dense", why)
+    num_rows = sum(bank.num_rows for bank in model.memory_plan.banks)
+    if not num_rows:
+        return Choice("dense", "without model.vocab_size nobody knows how many rows tables of token ids have")
+    reads = config.train.tokens_per_step * sum(layer.memory.lookup.rows for layer in model.memory_layers)
+    ratio = reads / num_rows
+    counted = f"a step reads {reads:,} times from {num_rows:,} rows, {ratio:.3g} times each"
+    if ratio <= MOST_READS:
+        return Choice("rows", f"{counted}, and rows are worth it up to {MOST_READS:g}")
+    return Choice("dense", f"{counted}, and rows are worth it up to {MOST_READS:g} alone")
+
+
+def settled(config: RunConfig, num_ranks: int | None) -> RunConfig:
+    """The configuration with what `auto` takes in its place; see `chosen`."""
+    choice = chosen(config, num_ranks)
+    if choice is None:
+        return config
+    # Sums of rows are in fp32.
+    dtype = config.optimizer.table_gradient_dtype if choice.taken == "dense" else "fp32"
+    optimizer = replace(config.optimizer, table_gradients=choice.taken, table_gradient_dtype=dtype)
+    return replace(config, optimizer=optimizer)
+
+
+def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, str]]:
+    """Reasons for which tables cannot have gradients of rows, each with what to set: it takes one replica of each table, on one
+    stage, without decay."""
+    optimizer, parallel = config.optimizer, config.parallel
+    decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
+    if decay:
+        yield (
+            f"the tables' weight decay is {decay:g}, which rows that a step does not read would miss",
+            "set optimizer.value_weight_decay: 0",
+        )
+    if parallel.pipeline > 1 and any(bank.on_every_stage for bank in config.model.memory_plan.banks):
+        yield (
+            f"with parallel.pipeline {parallel.pipeline} every stage holds a copy of a bank, whose gradients are added up",
+            "use parallel.pipeline: 1",
+        )
+    per_stage = None if num_ranks is None or num_ranks % parallel.pipeline else num_ranks // parallel.pipeline
+    if per_stage is not None and per_stage > parallel.memory and per_stage % parallel.memory == 0:
+        yield (
+            f"{per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part of a table "
+            f"(parallel.memory {parallel.memory}), whose gradients are added up",
+            f"use parallel.memory {per_stage}",
+        )

@@ -1,0 +1,131 @@
+"""`optimizer.table_gradients: auto`: what it takes, by counts made by hand, and where it says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from pretrain.config.schema import OptimizerConfig, RunConfig
+from pretrain.config.stages import load_config
+from pretrain.config.table_gradients import MOST_READS, chosen, settled
+from pretrain.config.validate import validate
+from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.layouts import estimate
+from tools import cli
+
+REPOSITORY = Path(__file__).parents[3]
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+KEYS = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto", "optimizer.value_weight_decay=0")
+# 8 sequences of 256 tokens read 64 rows each in one layer: 131,072 of 512^2 rows is one for two.
+SMALL = "model.memory.num_keys=512"
+
+
+def quickstart(*overrides: str) -> RunConfig:
+    return load_config(QUICKSTART, [*KEYS, *overrides])
+
+
+@pytest.mark.parametrize(("num_keys", "taken"), [(512, "rows"), (511, "dense")])
+def test_rows_are_taken_up_to_one_read_for_two(num_keys: int, taken: str) -> None:
+    config = quickstart(f"model.memory.num_keys={num_keys}")
+    reads, rows = 8 * 256 * 64, num_keys**2
+    assert (reads / rows <= MOST_READS) == (taken == "rows")
+    choice = chosen(config, 1)
+    assert choice is not None
+    assert choice.taken == taken
+    assert f"a step reads {reads:,} times from {rows:,} rows, {reads / rows:.3g} times each" in choice.text
+    assert choice.text.startswith(f"optimizer.table_gradients (auto): {taken}: ")
+    assert settled(config, 1).optimizer.table_gradients == taken
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "reason"),
+    [
+        (("optimizer.value_weight_decay=0.1",), 1, "weight decay is 0.1"),
+        ((), 4, "4 ranks of a pipeline stage hold 4 replicas"),
+        (("parallel.memory=2",), 4, "4 ranks of a pipeline stage hold 2 replicas"),
+    ],
+)
+def test_what_tables_cannot_have_falls_to_dense_with_the_reason(
+    overrides: tuple[str, ...], num_ranks: int, reason: str
+) -> None:
+    choice = chosen(quickstart(SMALL, *overrides), num_ranks)
+    assert choice is not None
+    assert choice.taken == "dense"
+    assert reason in choice.reason
+
+
+def test_one_replica_in_parts_has_rows() -> None:
+    choice = chosen(quickstart(SMALL, "parallel.memory=4"), 4)
+    assert choice is not None
+    assert choice.taken == "rows"
+
+
+def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
+    move = load_config(REPOSITORY / "configs" / "compare" / "optimizers" / "move_row_wise.yaml", [*KEYS])
+    choice = chosen(replace(move, model=replace(move.model, vocab_size=None)), 1)
+    assert choice is not None
+    assert choice.taken == "dense"
+    assert "model.vocab_size" in choice.reason
+
+
+def test_nothing_is_chosen_where_nothing_was_left_open() -> None:
+    for keys in (("optimizer.table_gradients=dense",), ("optimizer.table_gradients=rows",)):
+        config = quickstart(SMALL, *keys)
+        assert chosen(config, 1) is None
+        assert settled(config, 1) == config
+    assert chosen(load_config(QUICKSTART), 1) is None
+    # Without a memory nothing reads the key.
+    without = replace(quickstart(SMALL), model=replace(quickstart(SMALL).model, memory=None))
+    assert chosen(without, 1) is None
+
+
+def test_a_dtype_is_that_of_dense_gradients_alone() -> None:
+    dtype = "optimizer.table_gradient_dtype=bf16"
+    assert settled(quickstart(SMALL, dtype), 1).optimizer.table_gradient_dtype == "fp32"
+    assert settled(quickstart("model.memory.num_keys=511", dtype), 1).optimizer.table_gradient_dtype == "bf16"
+
+
+def test_the_last_choice_is_what_is_validated_and_estimated() -> None:
+    for num_ranks, taken in ((1, "rows"), (2, "dense")):
+        config = quickstart(SMALL)
+        assert validate(config, num_ranks).optimizer.table_gradients == taken
+        sized = replace(config, model=replace(config.model, vocab_size=4096))
+        found = estimate(sized, num_ranks, load_hardware("h100-80g"))
+        assert found.config.optimizer.table_gradients == taken
+        assert found == estimate(settled(sized, num_ranks), num_ranks, load_hardware("h100-80g"))
+
+
+def test_every_layer_of_a_model_reads() -> None:
+    memory = UltraMemV2Config(num_keys=512, value_dim=32, pre_value_dim=32, top_k=16)
+    optimizer = OptimizerConfig(tables="row_wise", table_gradients="auto", value_weight_decay=0.0)
+    config = quickstart(SMALL)
+    model: Any = replace(config.model, memory=memory, num_layers=3)
+    choice = chosen(replace(config, model=model, optimizer=optimizer), 1)
+    assert choice is not None
+    reads = 8 * 256 * memory.lookup.rows * model.num_memory_layers
+    assert f"reads {reads:,} times from {sum(b.num_rows for b in model.memory_plan.banks):,} rows" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config", "show"], "# optimizer.table_gradients (auto): rows: a step reads"),
+        (["config", "check", "--elsewhere", "--ranks", "1"], "optimizer.table_gradients (auto): rows: a step reads"),
+        (["config", "check", "--elsewhere", "--ranks", "2"], "optimizer.table_gradients (auto): dense: 2 ranks of"),
+        (
+            ["plan", "--gpus", "1", "--gpu", "h100-80g", "model.vocab_size=4096"],
+            "optimizer.table_gradients (auto): rows: a step reads",
+        ),
+    ],
+    ids=["show", "check 1", "check 2", "plan"],
+)
+def test_commands_say_what_was_chosen(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *rest = words
+    own = [rest.pop(0)] if name == "config" else []
+    assert cli.main([name, *own, str(QUICKSTART), *KEYS, SMALL, *rest]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith(said)]
