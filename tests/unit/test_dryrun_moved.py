@@ -86,8 +86,9 @@ def test_a_plan_charges_what_a_selection_moves(counted: dict[str, tuple[int, int
     (stage,) = stages_of(config_of(MEMORIES[name]))
     assert selection_bytes(stage, TOKENS, 1, 1) == pytest.approx(counted[name][0], rel=0.03)
     # Recomputed once.
-    more = replace(stage.memory, selection_moved=2 * stage.memory.selection_moved)
-    assert selection_bytes(stage, TOKENS, 2, 1) == selection_bytes(replace(stage, memory=more), TOKENS, 1, 1)
+    (family,) = stage.families
+    more = replace(family, costs=replace(family.costs, selection_moved=2 * family.costs.selection_moved))
+    assert selection_bytes(stage, TOKENS, 2, 1) == selection_bytes(replace(stage, families=(more,)), TOKENS, 1, 1)
 
 
 @pytest.mark.parametrize("name", [name for name, memory in MEMORIES.items() if isinstance(memory, LinearConfig)])
