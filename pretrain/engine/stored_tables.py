@@ -216,6 +216,8 @@ class StoredTables:
             own = self._thread.submit(self._own_ids, reads, samples).result()
         else:
             own = ids[1].result()
+        if self._stream is not None:
+            own.record_stream(torch.cuda.current_stream(self._device))
         found = reads.exchanged(own)
         if self._stream is not None:
             # Hashed there.

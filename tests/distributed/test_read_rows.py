@@ -33,6 +33,7 @@ MODELS: dict[str, ModelConfig] = {
     "private": PRIVATE.model,
     **{kind: replace(SHARED.model, memory=memory) for kind, memory in KINDS.items() if "," not in kind},
     **{kind: of_tokens(kind).model for kind in ("move", "lave", "tide", "engram", "engram, ple")},
+    "two families": of_tokens("engram beside learned keys").model,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"micro_batch_size": 4}),
@@ -51,7 +52,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "memory 2 of rows": ("shared", "ultramem"),
     "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
     "pipeline 2 x virtual 2 x memory 2": ("private",),
-    "context 2 x memory 2": ("move", "engram"),
+    "context 2 x memory 2": ("move", "engram", "two families"),
 }
 
 
