@@ -17,6 +17,8 @@ from megamem.sharing import SharingPlan
 from megamem.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
 from megamem.spans import PlacementConfig, Span, parse_spans
 
+Control = Literal["none", "one_row", "others_rows"]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -175,6 +177,10 @@ class MemoryConfig(Config, ABC):
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """Blocks that have a memory."""
+    control: Control = "none"
+    """Rows that are read in place of those asked for, to find out what addresses are worth (`megamem study compare
+    --controls`). one_row: row 0 of the bank; others_rows: those that a token of another sequence of the microbatch asks
+    for; none: no others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,7 @@ from megamem.block import MemorySite
 from megamem.block_plan import plan_blocks
 from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
+from megamem.controls import ControlledLookup
 from megamem.families.registry import family_of
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
@@ -466,7 +467,7 @@ def _memories(
             config,
             placed.memory,
             placed.view,
-            _lookup(found[placed.view.bank]),
+            _lookup(found[placed.view.bank], placed.memory),
             kernels=kernels,
             name=placed.name,
             seed=seed,
@@ -478,9 +479,10 @@ def _memories(
     return banks, sites
 
 
-def _lookup(bank: Bank) -> Any:
+def _lookup(bank: Bank, memory: MemoryConfig) -> Any:
     """Handle by which a layer reads a bank. Not the module itself: the bank belongs to the model, not to the layer."""
-    return SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
+    handle = SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
+    return handle if memory.control == "none" else ControlledLookup(handle, memory.control)
 
 
 def _shared_read(
@@ -493,4 +495,4 @@ def _shared_read(
     (bank,) = banks.values()
     read = family_of(memory).shared_read()
     assert read is not None
-    return read(config, memory, _lookup(bank), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)
+    return read(config, memory, _lookup(bank, memory), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)

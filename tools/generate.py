@@ -143,6 +143,12 @@ def run_generate(args: argparse.Namespace) -> int:
     problems = list(layout_problems(config, num_ranks))
     if request.expanded:
         problems += _expansion_problems(config, num_ranks)
+    problems += [
+        f"{section}.control is {memory.control}: the model was trained as a control, with rows of a microbatch that a text "
+        "does not have; generate with the model that it was held against"
+        for section, memory in config.model.families.items()
+        if memory.control != "none"
+    ]
     if config.model.moe is not None and num_ranks > 1:
         problems.append("model.moe is set, whose experts would be split too: generate on one rank")
     if problems:

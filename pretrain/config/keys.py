@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -228,3 +228,17 @@ def _in_section(owner: Any, prefix: str) -> Iterator[Ineffective]:
             for index, item in enumerate(value):
                 if dataclasses.is_dataclass(item):
                     yield from _in_section(item, f"{prefix}{name}.{index}.")
+
+
+def without_ineffective(config: RunConfig) -> RunConfig:
+    """The same run, with every field that nothing reads at its default: what is left where a section was taken out."""
+    for item in ineffective_fields(config):
+        if not item.at_default:
+            config = _at_default(config, item.key.split("."))
+    return config
+
+
+def _at_default(owner: Any, path: Sequence[str]) -> Any:
+    name, *rest = path
+    value = _at_default(getattr(owner, name), rest) if rest else field_specs(type(owner))[name].default()
+    return dataclasses.replace(owner, **{name: value})

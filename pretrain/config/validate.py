@@ -39,6 +39,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
     problems += [*_table_gradients(config, world_size), *_table_folder(config), *apex_problems(config)]
+    problems += _control(config)
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -206,6 +207,21 @@ def _table_folder(config: RunConfig) -> Iterator[str]:
             f"{key}, and checkpoint.asynchronous is true, which copies whole tables in memory: set "
             f"checkpoint.asynchronous: false, or {fix}"
         )
+
+
+def _control(config: RunConfig) -> Iterator[str]:
+    """Rows that are read in place of others have to be there, and to belong to another sequence."""
+    for section, memory in config.model.families.items():
+        if memory.control == "none":
+            continue
+        key, fix = f"{section}.control is {memory.control}", f"leave {section}.control out"
+        if memory.control == "others_rows" and config.train.micro_batch_size == 1:
+            yield (
+                f"{key}, and train.micro_batch_size is 1, so that no other sequence asks for rows: set "
+                f"train.micro_batch_size to 2 or more, or {fix}"
+            )
+        if config.optimizer.table_folder is not None:
+            yield f"{key}, and optimizer.table_folder has the rows alone that tokens ask for: leave it out, or {fix}"
 
 
 def _names(config: RunConfig) -> Iterator[str]:

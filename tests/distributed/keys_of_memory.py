@@ -432,3 +432,34 @@ def _(base: Subject, second: Subject) -> None:
         "query_gain": ((4, 8), [1.0]),
         "query_bias": ((4, 8), [0.0]),
     }
+
+
+def _rows_of_first_read(subject: Subject) -> tuple[Tensor, Tensor]:
+    """Rows that the first layer asks for, and those that its bank is asked for; [s, b, J]."""
+    asked, read = [], []
+    bank = subject.model.banks[str(subject.layer.view.bank)]
+    locate, weighted_sum = subject.layer.locate, bank.weighted_sum
+    subject.layer.locate = lambda entries: asked.append(locate(entries)) or asked[-1]
+    bank.weighted_sum = lambda name, rows, *rest: read.append(rows) or weighted_sum(name, rows, *rest)
+    subject.logits()
+    del subject.layer.locate, bank.weighted_sum
+    shape = (*subject.tokens.T.shape, -1)
+    return asked[0][0].view(shape), read[0].view(shape)
+
+
+@MEMORIES.key("model.memory.control", "one_row")
+def _(base: Subject, second: Subject) -> None:
+    for subject, expected in ((base, lambda asked: asked), (second, torch.zeros_like)):
+        asked, read = _rows_of_first_read(subject)
+        assert read.equal(expected(asked).to(read.dtype))
+        assert asked.unique().numel() > 9
+    assert {name: tensor.shape for name, tensor in base.weights.items()} == second.shapes
+
+
+@MEMORIES.key("model.memory.control", "others_rows")
+def _(base: Subject, second: Subject) -> None:
+    """Rows of the sequence before; the first sequence's are of the last one, a place earlier."""
+    asked, read = _rows_of_first_read(second)
+    assert read[:, 1].equal(asked[:, 0].to(read.dtype))
+    assert read[1:, 0].equal(asked[:-1, 1].to(read.dtype))
+    assert not read.equal(asked.to(read.dtype))

@@ -4,6 +4,7 @@ something else is refused.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -216,3 +217,32 @@ def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: 
         assert reason in refused.output
     assert not (tmp_path / "none").exists()
     assert "run 3 of 4: inserted, seed 1: 4 steps to go" in result.output
+
+
+def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
+    """With the model's own losses after training; a second call trains and measures nothing."""
+    memory, options = models[1], ("--seeds", 1, "--controls")
+    refused = megamem("compare", models[2], "--run-dir", tmp_path, *options, *SHORT)
+    assert refused.code == 2
+    assert "no model has a memory" in refused.output
+    result = compare(megamem, [memory], tmp_path, *options)
+    assert "run 7 of 7: memory, experts, seed 1: 4 steps to go" in result.output
+    page = (tmp_path / "comparison.md").read_text()
+    found = json.loads((tmp_path / "memory" / "seed_1" / "addresses.json").read_text())
+    (evaluation,) = evaluations(tmp_path / "memory" / "seed_1")
+    assert found["own"] == pytest.approx(evaluation["validation_loss"], rel=1e-6)
+    assert found["others"] != found["own"] != found["without"]
+    controls = ("one_row", "random_rows", "others_rows", "equal_flops", "equal_parameters", "experts")
+    (line,) = (
+        line for line in page.splitlines() if line.startswith(f"| memory | {found['own']:.4f} |") and "%" not in line
+    )
+    losses = [evaluations(tmp_path / f"memory.{name}" / "seed_1")[0]["validation_loss"] for name in controls]
+    assert line.split(" | ")[2:] == [
+        *(f"{loss:.4f}" for loss in (*losses, found["others"])),
+        f"{found['without']:.4f} |",
+    ]
+    assert "- **memory**: " in page
+    assert "--controls" in page
+    again = compare(megamem, [memory], tmp_path, *options)
+    assert "steps to go" not in again.output
+    assert (tmp_path / "comparison.md").read_text() == page

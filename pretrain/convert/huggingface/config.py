@@ -152,6 +152,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         return None
     if model.second_memory is not None:
         raise _unknown(model, f"beside model.second_memory.kind {model.second_memory.kind}")
+    if memory.control != "none":
+        raise _unknown(model, f"with model.memory.control {memory.control}, a control of comparisons")
     scoring = memory.scoring
     if scoring is None:
         raise _unknown(model, "which chooses what it reads neither by scores nor by tokens")

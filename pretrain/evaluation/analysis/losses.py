@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from megamem.controls import ControlledLookup
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
@@ -79,6 +80,32 @@ def losses_without_layers(
             )
         losses.append(found.loss)
     return losses
+
+
+@contextmanager
+def reading_others(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
+    """Within it, every token reads the rows that one of another sequence asks for (`megamem.controls`)."""
+    readers: list[Any] = [reader for chunk in chunks for reader in (*chunk.memory_layers, *chunk.read_together)]
+    lookups = [reader.lookup for reader in readers]
+    for reader in readers:
+        reader.lookup = ControlledLookup(reader.lookup, "others_rows")
+    try:
+        yield
+    finally:
+        for reader, lookup in zip(readers, lookups, strict=True):
+            reader.lookup = lookup
+
+
+@contextmanager
+def without_memory(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
+    """Within it, no memory adds anything."""
+    for chunk in chunks:
+        chunk.set_memory_enabled(False)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.set_memory_enabled(True)
 
 
 @contextmanager

@@ -48,6 +48,11 @@ def active_measure(model: ModelConfig) -> float:
     return count_parameters(model).active
 
 
+def total_measure(model: ModelConfig) -> float:
+    """All parameters."""
+    return count_parameters(model).total
+
+
 def core_measure(model: ModelConfig) -> float:
     """Parameters that one token uses, without embeddings and values: how UltraMemV2's Table 10 counts its 1B models."""
     return count_parameters(model).core

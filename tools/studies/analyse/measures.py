@@ -68,7 +68,10 @@ def of_families(model: ModelConfig, asked: Callable[[MemoryConfig], bool]) -> li
 
 
 @contextmanager
-def _restored(run: Analysed) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOutDataset, ParallelGroups]]:
+def restored(
+    run: Analysed, max_sequences: int | None = None
+) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOutDataset, ParallelGroups]]:
+    """The chunks of a run's model on this rank, and the held-out text, or its first `max_sequences` windows."""
     from pretrain.data.held_out import HeldOutDataset
     from pretrain.engine.session import session
     from pretrain.evaluation.restore import restore_model
@@ -77,15 +80,13 @@ def _restored(run: Analysed) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOut
     with session(config) as groups:
         tokenizer = check_blend(config.evaluated)
         chunks = restore_model(config, run.checkpoint, tokenizer, groups)
-        separate = config.data.documents == "separate"
-        yield (
-            chunks,
-            HeldOutDataset(config.evaluated, config.train.sequence_length, separate_documents=separate),
-            groups,
-        )
+        separate, length = config.data.documents == "separate", config.train.sequence_length
+        held_out = HeldOutDataset(config.evaluated, length, max_sequences, separate_documents=separate)
+        yield chunks, held_out, groups
 
 
-def _write(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
+def write_found(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
+    """Write what was found, on the first rank, into the analysis's file."""
     if groups.is_main:
         about = {"name": run.folder.path.resolve().name, "checkpoint": str(run.checkpoint)}
         text = json.dumps({**about, **found}, indent=1)
@@ -102,7 +103,7 @@ def measure_frequency(run: Analysed) -> None:
     """Losses by bin."""
     from pretrain.evaluation.analysis.losses import losses_by_bin
 
-    with _restored(run) as (chunks, held_out, groups):
+    with restored(run) as (chunks, held_out, groups):
         *of_bins, others = losses_by_bin(chunks, held_out, run.deciles.bin_of, run.config, groups)
         bins = [
             {
@@ -119,18 +120,18 @@ def measure_frequency(run: Analysed) -> None:
             "tokens": round(others.num_tokens),
             "nats": others.nats / others.num_tokens if others.num_tokens else None,
         }
-        _write(run, groups, bins=bins, in_no_bin=rest)
+        write_found(run, groups, bins=bins, in_no_bin=rest)
 
 
 def measure_layers(run: Analysed) -> None:
     """Losses without each memory layer."""
     from pretrain.evaluation.analysis.losses import losses_without_layers
 
-    with _restored(run) as (chunks, held_out, groups):
+    with restored(run) as (chunks, held_out, groups):
         whole, *without = losses_without_layers(chunks, held_out, run.config, groups)
         blocks = [span.read for span in run.config.model.memory_spans]
         layers = [{"block": block, "nats": nats} for block, nats in zip(blocks, without, strict=True)]
-        _write(run, groups, nats=whole, layers=layers)
+        write_found(run, groups, nats=whole, layers=layers)
 
 
 def measure_routing(run: Analysed) -> None:
@@ -139,7 +140,7 @@ def measure_routing(run: Analysed) -> None:
 
     placed = of_families(run.config.model, weighs_slots)
     slots = placed[0].memory.slot_names
-    with _restored(run) as ((model,), held_out, groups):
+    with restored(run) as ((model,), held_out, groups):
         weights, tokens = mean_weights(
             model,
             _built(model, placed),
@@ -158,14 +159,14 @@ def measure_routing(run: Analysed) -> None:
             }
             for block, of_layer in zip(blocks, weights, strict=True)
         ]
-        _write(run, groups, slots=slots, tokens_by_bin=tokens.tolist(), layers=of_layers)
+        write_found(run, groups, slots=slots, tokens_by_bin=tokens.tolist(), layers=of_layers)
 
 
 def measure_collapse(run: Analysed) -> None:
     """Distances by category and layer."""
     from pretrain.evaluation.analysis.collapse import distances, drawn_pairs, named_pairs
 
-    with _restored(run) as ((model,), held_out, groups):
+    with restored(run) as ((model,), held_out, groups):
         args, tokenizer = run.args, held_out.tokenizer
         pairs: Mapping[str, Sequence[tuple[int, int]]]
         if args.pairs is None:
@@ -183,14 +184,14 @@ def measure_collapse(run: Analysed) -> None:
             }
             for name, (distance, relative) in found.items()
         }
-        _write(run, groups, contexts=args.contexts, categories=categories)
+        write_found(run, groups, contexts=args.contexts, categories=categories)
 
 
 def measure_heads(run: Analysed) -> None:
     """Importance of heads by block, with both readings of the loss, and how it varies within a block."""
     from pretrain.evaluation.analysis.heads import READINGS, head_importance
 
-    with _restored(run) as ((model,), held_out, groups):
+    with restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
         inserted = list(inserted_blocks(run.config.model))
         of_readings = {
@@ -201,7 +202,7 @@ def measure_heads(run: Analysed) -> None:
             }
             for reading, scores in zip(READINGS, found.scores, strict=True)
         }
-        _write(run, groups, nll=run.args.nll, examples=found.num_examples, inserted=inserted, readings=of_readings)
+        write_found(run, groups, nll=run.args.nll, examples=found.num_examples, inserted=inserted, readings=of_readings)
 
 
 def measure_ngrams(run: Analysed) -> None:
@@ -220,7 +221,7 @@ def measure_ngrams(run: Analysed) -> None:
     placed = of_families(model_config, addressed_by_ngrams)
     ngrams = placed[0].memory.ngrams(len(placed))
     assert ngrams is not None
-    with _restored(run) as ((model,), held_out, groups):
+    with restored(run) as ((model,), held_out, groups):
         layers = _built(model, placed)
         streams = sampled_streams(run.config.data.datasets, run.args.tokens)
         loads: list[list[dict[str, Any]]] = [[] for _ in layers]
@@ -242,7 +243,9 @@ def measure_ngrams(run: Analysed) -> None:
             for layer, orders, own, others in zip(placed, loads, gates, shuffled, strict=True)
         ]
         sampled = sum(map(len, streams))
-        _write(run, groups, sampled=sampled, counts=COUNT_STEPS, tokens=tokens.tolist(), layers=of_layers, **losses)
+        write_found(
+            run, groups, sampled=sampled, counts=COUNT_STEPS, tokens=tokens.tolist(), layers=of_layers, **losses
+        )
 
 
 def _built(model: MemoryGPTModel, placed: Sequence[PlacedMemory]) -> list[MemoryLayer]:

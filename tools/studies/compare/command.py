@@ -14,7 +14,9 @@ from pretrain.run.folder import RunFolder
 from tools.drawing import svg
 from tools.pages import Page
 from tools.ranks import add_nproc, default_num_ranks, import_engine
+from tools.studies.compare.addresses import Addresses, addresses_of
 from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
+from tools.studies.compare.controls import Controlled, controls_of, controls_section
 from tools.studies.compare.report import Tuned, plot, report, table
 from tools.studies.compare.rules import (
     ModelFigures,
@@ -44,6 +46,12 @@ With --tune, every model first gets the same number of shorter trials (DIR/NAME/
 keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
 stays. The runs that are reported have the best settings, and the report lists all trials.
 
+With --controls, every model with a memory is also trained without what makes it one: with one row for every read, with
+rows that stay random, with the rows of other tokens; and as a dense model of equal operations, of equal parameters, and
+as a mixture of experts of equal parameters (DIR/NAME.CONTROL/seed_N). Then the trained model is evaluated with rows of
+other tokens and without its memory. The report gets a section with all losses, and a verdict per model. It takes seven
+times as long.
+
 With --grow, CONFIG is one model without a memory. It is trained with every seed (DIR/NAME/seed_N), grown in every way of
 the file (DIR/NAME/seed_N/grown/WAY), and each of the grown models is trained on, on the same tokens (DIR/WAY/seed_N).
 Overrides hold for both trainings.
@@ -68,6 +76,9 @@ def add_parser(subparsers: Any) -> None:
         "--tune", type=Path, metavar="FILE", help="first search each model's settings among the values of this file"
     )
     parser.add_argument(
+        "--controls", action="store_true", help="train every model with a memory again without what makes it one"
+    )
+    parser.add_argument(
         "--grow", type=Path, metavar="FILE", help="train the one CONFIG, then grow it in the ways of this file"
     )
     add_folders(parser, "compare", "comparison")
@@ -87,6 +98,8 @@ def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
     refuse_launcher("compare")
     if args.grow is not None:
+        if args.controls:
+            raise ConfigError("--controls and --grow are two studies: choose one")
         from tools.studies.compare.growth import run_growth
 
         return run_growth(args)
@@ -94,8 +107,11 @@ def run_compare(args: argparse.Namespace) -> int:
     num_ranks = _num_ranks(configs, args.nproc)
     page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
+    options += ["--controls"] if args.controls else []
     command = command_line(args, "compare", *options)
-    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, page, command)
+    comparison = Comparison(
+        list(configs.values()), args.seeds, num_ranks, args.run_dir, page, command, controls=args.controls
+    )
     for model in comparison.figures:
         for name, departure in inequalities(model, comparison.figures[0]).items():
             print(f"warning: {model.name} has {departure:+.1%} {name} against {comparison.figures[0].name}", flush=True)
@@ -103,6 +119,8 @@ def run_compare(args: argparse.Namespace) -> int:
         if args.tune is not None:
             comparison.tune(list(configs), overrides_among(args.configs, args.overrides), args.tune)
         comparison.train()
+        if args.controls:
+            comparison.train_controls()
     except RunStopped as stopped:
         return stopped.exit_code
     return 0
@@ -119,6 +137,8 @@ class Comparison:
         run_dir: Path,
         page: Page,
         command: str,
+        *,
+        controls: bool = False,
     ) -> None:
         """Check that every run can be made.
 
@@ -127,12 +147,14 @@ class Comparison:
             run_dir: where the runs are.
             page: for the report.
             command: what makes it again.
+            controls: models with a memory will have controls.
 
         Raises:
-            ConfigError: a model cannot be trained with one of the seeds.
+            ConfigError: a model or a control cannot be trained with one of the seeds.
             DataError: the data is not there.
         """
-        for config in models:
+        self.has_controls = controls
+        for config in (*models, *self._controls(models)):
             for seed in seeds:
                 validate(with_seed(config, seed), num_ranks)
         import_engine()
@@ -140,11 +162,30 @@ class Comparison:
         self.run_dir, self.page, self.command = run_dir, page, command
         self.figures = _figures(models)
         self.results: dict[str, list[RunResult]] = {}
+        self.controlled: list[Controlled] = []
+        self.control_results: dict[str, list[RunResult]] = {}
+        self.addresses: dict[str, list[Addresses]] = {}
         self.tuned: Tuned | None = None
         self.trainer = self._trainer(num_trials=0, num_trial_steps=0)
 
+    def _controls(self, models: Sequence[RunConfig]) -> list[RunConfig]:
+        """The controls of models as they are now: with other settings, others.
+
+        Raises:
+            ConfigError: no model has a memory.
+        """
+        if not self.has_controls:
+            return []
+        with_memory = [config for config in models if config.model.memory is not None]
+        if not with_memory:
+            raise ConfigError(
+                "no model has a memory, and --controls is for those that have one: name one, or leave it out"
+            )
+        return [control for config in with_memory for control in controls_of(config).controls.values()]
+
     def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
-        runs, trials = len(self.models) * len(self.seeds), len(self.models) * num_trials
+        num_models = len(self.models) + len(self._controls(self.models))
+        runs, trials = num_models * len(self.seeds), len(self.models) * num_trials
         return Trainer(
             self.num_ranks,
             num_runs=trials + runs,
@@ -206,6 +247,31 @@ class Comparison:
             self.write()
         print(f"\n{table(self.figures, self.results)}\n\nreport: {self.page.path}\nplot: {self.page.plot}", flush=True)
 
+    def train_controls(self) -> None:
+        """Train the controls of every model with a memory, with the models' own settings, and judge it.
+
+        Raises:
+            CheckpointError: a folder holds a run of something else.
+            RunStopped: a run did not come to its end.
+        """
+        self.controlled = [controls_of(config) for config in self.models if config.model.memory is not None]
+        plan = [
+            (control, f"{each.model.name}, {name}")
+            for each in self.controlled
+            for name, control in each.controls.items()
+        ]
+        for seed in self.seeds:
+            for each in self.controlled:
+                folder = self.run_dir / each.model.name / f"seed_{seed}"
+                found = addresses_of(with_seed(each.model, seed), folder, self.num_ranks)
+                self.addresses.setdefault(each.model.name, []).append(found)
+            for control, what in plan:
+                folder = self.run_dir / control.name / f"seed_{seed}"
+                result = self.trainer.train(with_seed(control, seed), folder, f"{what}, seed {seed}")
+                self.control_results.setdefault(control.name, []).append(result)
+                self.write()
+        print(controls_section(self.controlled, self.results, self.control_results, self.addresses), flush=True)
+
     def write(self) -> None:
         """Write the report of what is there."""
         text = report(
@@ -217,6 +283,8 @@ class Comparison:
             command=self.command,
             tuned=self.tuned,
         )
+        if self.controlled:
+            text += controls_section(self.controlled, self.results, self.control_results, self.addresses)
         self.page.write(text, svg(plot(self.figures, self.results)))
 
 

@@ -41,11 +41,13 @@ class RunResult:
         validation_loss: of the last evaluation, in nats per token.
         bits_per_byte: of the same.
         curves: its course.
+        step_s: seconds of every step.
     """
 
     validation_loss: float
     bits_per_byte: float
     curves: Curves
+    step_s: tuple[float, ...] = ()
 
 
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
@@ -55,7 +57,9 @@ def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     course = curves(rows)
     if not course.training or not evaluations or evaluations[-1]["step"] < config.train.num_steps:
         return None
-    return RunResult(evaluations[-1]["validation_loss"], evaluations[-1]["bits_per_byte"], course)
+    last = evaluations[-1]
+    step_s = tuple(row["step_s"] for row in rows if row.get("step_s") is not None)
+    return RunResult(last["validation_loss"], last["bits_per_byte"], course, step_s)
 
 
 class Trainer:

@@ -1,0 +1,123 @@
+"""Controls of a comparison: what they change, what they leave alone, and what their losses are said to mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamem.controls import others
+from pretrain.config.keys import ineffective_fields
+from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from tools.metrics import Curves
+from tools.studies.compare.addresses import Addresses
+from tools.studies.compare.controls import MEANINGS, NEEDED, controls_of, controls_section, verdict
+from tools.studies.compare.runs import RunResult
+
+TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
+NAMES = ("lave", "memory_plus", "move", "pkm", "tide", "ultramem", "ultramemv2")
+
+
+def loaded(name: str) -> RunConfig:
+    return load_config(TUNED / f"{name}.yaml", ["model.vocab_size=4096"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_control_can_be_trained_and_has_the_model_s_settings(name: str) -> None:
+    config = loaded(name)
+    found = controls_of(config)
+    assert set(found.controls) == set(MEANINGS)
+    assert not found.left_out
+    for what, control in found.controls.items():
+        validate(control, 2)
+        assert control.name == f"{name}.{what}"
+        assert all(item.at_default for item in ineffective_fields(control)), what
+        for key in ("lr", "warmup_steps", "weight_decay", "beta2"):
+            assert getattr(control.optimizer, key) == getattr(config.optimizer, key)
+        assert (control.train, control.data, control.data_seed) == (config.train, config.data, config.data_seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_controls_cost_what_they_are_to_cost(name: str) -> None:
+    config = loaded(name)
+    controls = controls_of(config).controls
+
+    def flops(run: RunConfig) -> float:
+        return forward_flops_per_token(run.model, config.train.sequence_length)
+
+    own = count_parameters(config.model)
+    for what in ("one_row", "random_rows", "others_rows"):
+        assert count_parameters(controls[what].model) == own
+        assert flops(controls[what]) == flops(config)
+    assert flops(controls["equal_flops"]) == pytest.approx(flops(config), rel=0.005)
+    assert count_parameters(controls["equal_parameters"].model).total == pytest.approx(own.total, rel=0.005)
+    experts = count_parameters(controls["experts"].model)
+    assert (experts.total, experts.active) == (pytest.approx(own.total, rel=0.02), pytest.approx(own.active, rel=0.01))
+
+
+def test_random_rows_stay() -> None:
+    optimizer = controls_of(loaded("ultramemv2")).controls["random_rows"].optimizer
+    assert (optimizer.value_lr, optimizer.value_weight_decay) == (0.0, 0.0)
+
+
+def test_a_dense_model_and_a_control_have_none() -> None:
+    with pytest.raises(ConfigError, match="dense has no memory, and so no controls"):
+        controls_of(loaded("dense"))
+    with pytest.raises(ConfigError, match=r"model\.memory\.control one_row"):
+        controls_of(controls_of(loaded("pkm")).controls["one_row"])
+
+
+def test_one_sequence_has_no_others() -> None:
+    config = controls_of(loaded("pkm")).controls["others_rows"]
+    one = replace(config, train=replace(config.train, micro_batch_size=1))
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size is 1, so that no other sequence asks for rows"):
+        validate(one, 2)
+
+
+def test_no_token_reads_what_a_later_one_of_its_sequence_asks_for() -> None:
+    """Or any other of it."""
+    places, sequences = 5, 3
+    sequence_of = torch.arange(sequences).expand(places, -1)
+    assert not others(sequence_of.flatten()).view(places, sequences).eq(sequence_of).any()
+
+
+def test_verdicts() -> None:
+    beaten = {name: [3.2, 3.3] for name in NEEDED}
+    assert verdict([3.0, 3.1], beaten).startswith(
+        "memory: it beats every control of it with every seed (ahead of one_row by +0.2"
+    )
+    close = {**beaten, "one_row": [3.2, 3.05], "experts": [2.9, 2.9]}
+    words = verdict([3.0, 3.1], close)
+    assert words.startswith("not shown to be memory, as it does not beat one_row by +0.0750 with every seed")
+    assert "not ahead of one_row by +0.0750, experts by -0.1500" in words
+    assert "One seed says little" in verdict([3.0], {name: [3.2] for name in NEEDED})
+    assert verdict([3.0], {"one_row": [3.2]}).startswith(
+        "not judged, as random_rows, others_rows, equal_flops could not"
+    )
+
+
+def test_the_section_has_means_and_verdicts_of_what_is_done() -> None:
+    controlled = controls_of(loaded("pkm"))
+
+    def runs(*losses: float) -> list[RunResult]:
+        return [RunResult(loss, loss / 2, Curves((), (), {}, {}, None), (0.2, 0.25, 9.0)) for loss in losses]
+
+    own, after = (
+        {"pkm": runs(3.0, 3.2)},
+        {"pkm": [Addresses(3.0, 4.0, 3.5, (0.5, None)), Addresses(3.2, 4.2, 3.7, (0.7, None))]},
+    )
+    of_controls = {control.name: runs(3.4, 3.6) for control in controlled.controls.values()}
+    text = controls_section([controlled], own, of_controls, after)
+    assert f"| pkm | 3.1000 |{' 3.5000 |' * len(MEANINGS)} 4.1000 | 3.6000 |" in text
+    assert f"| pkm | 0.250 |{' 0.250 |' * len(MEANINGS)}" in text
+    assert "- **pkm**: memory: it beats" in text
+    assert "| pkm | +0.600 | - |" in text
+    partly = controls_section([controlled], own, {"pkm.one_row": runs(3.4)}, {})
+    assert "No model and all of its controls are done yet." in partly
+    assert "| pkm | 3.1000 | 3.4000 | - |" in partly

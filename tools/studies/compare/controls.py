@@ -1,0 +1,224 @@
+"""Controls of a comparison: every memory again without its addresses, without learned rows, and as what it might be
+instead (`megamem study compare --controls`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from megamem.memory_config import Control
+from pretrain.config.keys import without_ineffective
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from pretrain.planning.costs.equal_compute import solve_experts, total_measure
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.layouts import dense_twin
+from tools.parameter_table import markdown_table
+from tools.studies.compare.addresses import Addresses
+from tools.studies.compare.runs import RunResult
+
+NEEDED = ("one_row", "random_rows", "others_rows", "equal_flops")
+"""A memory is one if it beats these, with every seed."""
+MEANINGS = {
+    "one_row": "every read is of one row: a table of capacity one",
+    "random_rows": "rows stay as they were drawn",
+    "others_rows": "every token reads the rows that a token of another sequence asks for, in training too",
+    "equal_flops": "no memory, and a wider feed-forward: as many operations per token",
+    "equal_parameters": "no memory, and a feed-forward so wide that the model has as many parameters",
+    "experts": "a mixture of experts of as many parameters, and as many active ones",
+}
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """A model of a comparison, and its controls by their names (`MEANINGS`).
+
+    A control that cannot be is left out, with the reason in `left_out`.
+    """
+
+    model: RunConfig
+    controls: Mapping[str, RunConfig]
+    left_out: Mapping[str, str]
+
+
+def controls_of(config: RunConfig) -> Controlled:
+    """The controls of a model with a memory, each named `<model>.<control>`.
+
+    Raises:
+        ConfigError: the model has no memory, or is a control itself.
+    """
+    memory = config.model.memory
+    if memory is None or memory.control != "none":
+        what = "has no memory" if memory is None else f"has model.memory.control {memory.control}"
+        raise ConfigError(f"{config.name} {what}, and so no controls: --controls is for models with a memory")
+    frozen = replace(
+        config.optimizer,
+        value_lr=0.0,
+        value_weight_decay=0.0,
+        pre_value_lr_multiplier=None if config.optimizer.pre_value_lr_multiplier is None else 0.0,
+    )
+    found: dict[str, RunConfig | None] = {
+        "one_row": _with_control(config, "one_row"),
+        "random_rows": replace(config, optimizer=frozen),
+        "others_rows": _with_control(config, "others_rows"),
+    }
+    left_out = {}
+    # Rounded as feed-forwards of this size are: 8 columns are below half a percent of the smallest.
+    for name, measure in (("equal_flops", None), ("equal_parameters", total_measure)):
+        try:
+            found[name] = dense_twin(config, measure, multiple=8)
+        except ValueError as error:
+            found[name], left_out[name] = None, str(error)
+    try:
+        found["experts"] = _experts(config)
+    except ValueError as error:
+        found["experts"], left_out["experts"] = None, str(error)
+    for name, control in found.items():
+        if control is None:
+            left_out.setdefault(name, "model.moe is set: there is no dense feed-forward")
+    named = {
+        name: replace(without_ineffective(control), name=f"{config.name}.{name}")
+        for name, control in found.items()
+        if control is not None
+    }
+    return Controlled(config, named, left_out)
+
+
+def _with_control(config: RunConfig, control: Control) -> RunConfig:
+    both: dict[str, Any] = {
+        key: replace(memory, control=control)
+        for key, memory in zip(("memory", "second_memory"), config.model.memories, strict=False)
+    }
+    return replace(config, model=replace(config.model, **both))
+
+
+def _experts(config: RunConfig) -> RunConfig | None:
+    if config.model.moe is not None:
+        return None
+    counts = count_parameters(config.model)
+    solved = solve_experts(config.model, active=counts.active, total=counts.total, width_multiple=1)
+    twin = dense_twin(config)
+    return (
+        None
+        if twin is None
+        else replace(twin, model=replace(config.model, memory=None, second_memory=None, moe=solved.moe))
+    )
+
+
+def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> str:
+    """A sentence on what the losses of a memory say, seed by seed, beside those of its controls.
+
+    Args:
+        own: validation losses, by seed.
+        controls: those of the trained controls with the same seeds, by name.
+    """
+    beaten: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
+    for name, losses in controls.items():
+        lead = f"{name} by {fmean(losses) - fmean(own):+.4f}"
+        (beaten if all(mine < its for mine, its in zip(own, losses, strict=True)) else others).append((name, lead))
+    missing = [name for name in NEEDED if name not in controls]
+    of_needed = [lead for name, lead in others if name in NEEDED]
+    if missing:
+        judged = f"not judged, as {', '.join(missing)} could not be trained"
+    elif of_needed:
+        judged = f"not shown to be memory, as it does not beat {', '.join(of_needed)} with every seed"
+    else:
+        judged = "memory: it beats every control of it with every seed"
+    seeds = "" if len(own) > 1 else " One seed says little."
+    leads = "; ".join(
+        f"{words} {', '.join(lead for _, lead in of)}"
+        for words, of in (("ahead of", beaten), ("not ahead of", others))
+        if of
+    )
+    return f"{judged} ({leads}).{seeds}"
+
+
+def controls_section(
+    controlled: Sequence[Controlled],
+    results: Mapping[str, Sequence[RunResult]],
+    of_controls: Mapping[str, Sequence[RunResult]],
+    addresses: Mapping[str, Sequence[Addresses]],
+) -> str:
+    """The part of a report on controls: losses, after-the-fact losses, gain by frequency, verdicts.
+
+    Args:
+        controlled: the models with a memory.
+        results: of the models' finished runs, by name.
+        of_controls: of the controls', by theirs.
+        addresses: losses of finished models after training, by name, seed by seed.
+    """
+    head = ("model", "as it is", *MEANINGS, "after training: others' rows", "after training: no memory")
+    rows, times, verdicts = [], [], []
+    for each in controlled:
+        own = [run.validation_loss for run in results.get(each.model.name, ())]
+        cells = {
+            name: [run.validation_loss for run in of_controls.get(control.name, ())]
+            for name, control in each.controls.items()
+        }
+        after = addresses.get(each.model.name, ())
+        rows.append(
+            [
+                each.model.name,
+                _mean(own),
+                *(_mean(cells.get(name, ())) for name in MEANINGS),
+                _mean([of.others for of in after]),
+                _mean([of.without for of in after]),
+            ]
+        )
+        step_s = {name: _step_s(of_controls.get(control.name, ())) for name, control in each.controls.items()}
+        times.append(
+            [each.model.name, _step_s(results.get(each.model.name, ())), *(step_s.get(name, "-") for name in MEANINGS)]
+        )
+        done = {name: losses for name, losses in cells.items() if len(losses) == len(own)}
+        if own and len(done) == len(each.controls):
+            verdicts.append(f"- **{each.model.name}**: {verdict(own, done)}")
+        verdicts += [f"- {each.model.name} has no {name}: {why}" for name, why in each.left_out.items()]
+    meanings = "\n".join(f"- `{name}`: {meaning}." for name, meaning in MEANINGS.items())
+    gains = _gains_by_frequency(addresses)
+    return f"""
+Controls, in validation losses (means over seeds):
+
+{markdown_table(head, rows)}
+
+{meanings}
+
+"After training" is the trained model, whose tokens read the rows of other sequences' tokens, or none.
+
+{chr(10).join(verdicts) or "No model and all of its controls are done yet."}
+
+Median seconds per step, on the machine as it was:
+
+{markdown_table(("model", "as it is", *MEANINGS), times)}
+{gains}"""
+
+
+def _mean(losses: Sequence[float]) -> str:
+    return f"{fmean(losses):.4f}" if losses else "-"
+
+
+def _step_s(runs: Sequence[RunResult]) -> str:
+    of_steps = [step_s for run in runs for step_s in run.step_s]
+    return f"{median(of_steps):.3f}" if of_steps else "-"
+
+
+def _gains_by_frequency(addresses: Mapping[str, Sequence[Addresses]]) -> str:
+    rows = []
+    for name, after in addresses.items():
+        if not after:
+            continue
+        bins = zip(*(of.gains for of in after), strict=True)
+        rows.append(
+            [name, *("-" if None in of_bin else f"{fmean(x for x in of_bin if x is not None):+.3f}" for of_bin in bins)]
+        )
+    if not rows:
+        return ""
+    head = ("model", *(f"bin {number}" for number in range(len(rows[0]) - 1)))
+    return f"""
+Nats per token that own rows gain over rows of others, after training, by how often the token comes in training (bin 0:
+the rarest tenth of kinds of tokens):
+
+{markdown_table(head, rows)}
+"""
