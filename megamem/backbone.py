@@ -29,29 +29,25 @@ from megamem.spans import pending_before
 from megamem.swiglu import SwiGLU
 
 
-def block_spec(
-    layers: range,
-    *,
+def backbone_parts(
     config: TransformerConfig,
+    *,
     implementation: Literal["local", "transformer_engine"],
     attention_core: type[SdpaCoreAttention],
     norm: type[RMSNorm],
     qk_norm: bool,
     latent: LatentAttentionConfig | None,
     moe: MoEConfig | None,
-    sites: Mapping[int, Site],
     groups: ProcessGroupCollection,
     side_stream: SideStream,
-) -> TransformerBlockSubmodules:
-    """The specs of one model chunk's layers.
+) -> Parts:
+    """The modules that blocks are built from.
 
     Args:
-        layers: global 0-based numbers of the chunk's layers.
         config: of the whole model.
         implementation: Megatron's local linears with our `norm` and `attention_core`, or all of Transformer Engine's.
         latent: of latent attention; None: keys and values have projections of their own.
         moe: a mixture of experts as the feed-forward; None: the dense one.
-        sites: the chunk's memories, by the layer that they read in.
         side_stream: where the memory of a block runs beside its feed-forward.
 
     Raises:
@@ -65,7 +61,7 @@ def block_spec(
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
     ffn, ffn_arguments = _ffn(provider, groups, config.ffn_hidden_size, moe)
-    parts = Parts(
+    return Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
         norm=provider.layer_norm() if te else norm,
@@ -76,6 +72,15 @@ def block_spec(
         latent=latent,
         side_stream=side_stream,
     )
+
+
+def block_spec(layers: range, parts: Parts, sites: Mapping[int, Site]) -> TransformerBlockSubmodules:
+    """The specs of one model chunk's layers.
+
+    Args:
+        layers: global 0-based numbers of the chunk's layers.
+        sites: the chunk's memories, by the layer that they read in.
+    """
     spans = [site.span for site in sites.values()]
     specs = []
     for layer in layers:

@@ -69,6 +69,17 @@ class LatentAttentionConfig(Config):
 
 
 @dataclass(frozen=True)
+class MultiTokenConfig(Config):
+    """Prediction of tokens beyond the next one, in training, as DeepSeek-V3 has it (arXiv 2412.19437): for each a projection and a
+    block behind the last one, without a memory, with the model's embedding and output projection."""
+
+    depth: PositiveInt = 1
+    """Tokens beyond the next one."""
+    loss_weight: Annotated[PositiveFloat, Role.RUNNING] = 0.3
+    """Weight of the mean over depths of their losses, beside the loss of the next token."""
+
+
+@dataclass(frozen=True)
 class ModelConfig(Config):
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
@@ -117,6 +128,8 @@ class ModelConfig(Config):
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
     moe: Annotated[MoEConfig | None, Role.IDENTITY] = None
     """A mixture of experts in place of the dense feed-forward; null: the dense one."""
+    multi_token_prediction: Annotated[MultiTokenConfig | None, Role.IDENTITY] = None
+    """A branch that predicts further tokens in training; evaluation, generation and export leave it out. null: none."""
     memory: Annotated[MemoryConfig | None, Role.IDENTITY] = None
     """The memory layers; null: a model without."""
     second_memory: Annotated[
@@ -150,6 +163,11 @@ class ModelConfig(Config):
             raise ValueError(
                 f"model.num_query_groups is {self.num_query_groups}, which does not divide num_attention_heads = "
                 f"{self.num_attention_heads}"
+            )
+        if self.moe is not None and self.multi_token_prediction is not None:
+            raise ValueError(
+                "model.multi_token_prediction is set with model.moe, and its blocks have no mixture of experts: set one of "
+                "them to null"
             )
         if self.memory is not None:
             if self.moe is not None and self.num_ffn_blocks == 0:
@@ -269,6 +287,11 @@ class ModelConfig(Config):
     def memory_kinds(self) -> str:
         """Names of the families, in words; "dense" without one."""
         return " and ".join(memory.kind for memory in self.memories) or "dense"
+
+    @property
+    def num_branch_blocks(self) -> int:
+        """Blocks of the branch behind the last one, which formulas number on from it."""
+        return 0 if self.multi_token_prediction is None else self.multi_token_prediction.depth
 
     @property
     def num_ffn_blocks(self) -> int:

@@ -44,6 +44,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             return Normal(std)
         case [*_, "linear_q_proj" | "linear_q_down_proj" | "linear_q_up_proj", "weight"]:
             return Normal(std)
+        case ["multi_token", "layers", _, "projection", "weight"]:
+            return Normal(std)
         case [*_, "linear_kv_down_proj" | "linear_kv_up_proj", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
@@ -53,6 +55,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             "input_layernorm"
             | "pre_mlp_layernorm"
             | "final_layernorm"
+            | "embedding_norm"
+            | "hidden_norm"
             | "q_layernorm"
             | "k_layernorm"
             | "kv_layernorm",

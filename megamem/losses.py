@@ -125,13 +125,13 @@ class AuxiliaryLosses:
             # Linear in the cores, with the penalty's gradient.
             assert cores is not None
             linear = (cores.sum(0) * self.penalty_gradient).sum()
-            out = _inject(out, linear, self.penalty_weight * num_tokens)
+            out = inject(out, linear, self.penalty_weight * num_tokens)
         if self.balance_weight:
             num_groups, left = divmod(num_sequences, self.balance_sequences)
             assert left == 0, f"{num_sequences} sequences, of which {self.balance_sequences} are taken together"
             balance = key_balance(stage_scores(), stage_ids, num_groups, self.balance_sequences, self.token_group)
             values[2] = balance.detach()
-            out = _inject(out, balance, self.balance_weight * num_tokens)
+            out = inject(out, balance, self.balance_weight * num_tokens)
         self.sums += values * num_tokens
         return out
 
@@ -171,6 +171,7 @@ class _GradientInjection(torch.autograd.Function):
         return gradients[0], ctx.loss_gradient, None
 
 
-def _inject(out: Tensor, loss: Tensor, weight: float) -> Tensor:
+def inject(out: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """`out` itself, whose backward treats weight x loss as a part of the training loss."""
     injected: Tensor = _GradientInjection.apply(out, loss, weight)
     return injected

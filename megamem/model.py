@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.attention import SdpaCoreAttention
-from megamem.backbone import block_spec
+from megamem.backbone import backbone_parts, block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
 from megamem.block_plan import plan_blocks
@@ -31,6 +31,7 @@ from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
+from megamem.multi_token import MultiTokenPrediction
 from megamem.norm import RMSNorm
 from megamem.parameters import Copy, parameter_device
 from megamem.parts import Site
@@ -39,6 +40,9 @@ from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.spans import Span
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
+
+_ALL_TOKENS = 1 << 62
+"""More tokens than a microbatch has."""
 
 
 class MemoryGPTModel(GPTModel):
@@ -116,21 +120,20 @@ class MemoryGPTModel(GPTModel):
             lent=lent,
             halo=hidden_halo,
         )
+        parts = backbone_parts(
+            config,
+            implementation=model.implementation,
+            attention_core=attention_core,
+            norm=norm,
+            qk_norm=model.qk_norm,
+            latent=model.latent_attention,
+            moe=model.moe,
+            groups=groups,
+            side_stream=side_stream,
+        )
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(
-                layers,
-                config=config,
-                implementation=model.implementation,
-                attention_core=attention_core,
-                norm=norm,
-                qk_norm=model.qk_norm,
-                latent=model.latent_attention,
-                moe=model.moe,
-                sites=sites,
-                groups=groups,
-                side_stream=side_stream,
-            ),
+            transformer_layer_spec=block_spec(layers, parts, sites),
             vocab_size=padded_vocab_size,
             max_sequence_length=sequence_length,
             pre_process=pre_process,
@@ -166,8 +169,14 @@ class MemoryGPTModel(GPTModel):
             self.shared_read = _shared_read(config, model.memory, banks, stage, groups)
             self._read_together = [self.shared_read]
         self.chunked_loss: ChunkedLoss | None = None
-        if post_process and loss_chunk_tokens is not None:
-            self.chunked_loss = ChunkedLoss(loss_chunk_tokens, groups.tp)
+        ahead = model.multi_token_prediction
+        if post_process and (loss_chunk_tokens is not None or ahead is not None):
+            self.chunked_loss = ChunkedLoss(loss_chunk_tokens or _ALL_TOKENS, groups.tp)
+        self.multi_token: MultiTokenPrediction | None = None
+        if self.chunked_loss is not None and ahead is not None:
+            self.multi_token = MultiTokenPrediction(
+                config, ahead, parts, self.chunked_loss, groups, blocks_before=len(layers), vp_stage=vp_stage
+            )
 
     def forward(
         self,
@@ -186,7 +195,8 @@ class MemoryGPTModel(GPTModel):
             position_ids: [b, s] int64, their places in their sequences; None with `input_ids`.
             document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences (`megamem.documents`); None:
                 every sequence is one document.
-            labels: [b, s] int64; None where logits are wanted.
+            labels: [b, s] int64, or [1 + n, b, s] with those of the tokens that a branch predicts, too
+                (`megamem.multi_token`); None where logits are wanted.
             asked: [b, s], not 0 where labels are to be judged instead; without gradients.
             cache: what the model has seen of these sequences, whose tokens go on with `input_ids`; for evaluation alone,
                 and without bounds.
@@ -252,10 +262,21 @@ class MemoryGPTModel(GPTModel):
         inference_context: KeyValueCache | None,
         **others: Any,
     ) -> Tensor:
-        """From the last hidden states of the chunk [t, b, D] to what `forward` returns.
+        """From the last hidden states of the chunk [t, b, D] to what `forward` returns; with labels of a branch, its losses
+        are attached to them.
 
         `loss_mask` is what is asked: Megatron hands it on, and reads it for predictions of several tokens alone.
         """
+        if self.multi_token is not None and labels is not None and labels.dim() == 3:
+            hidden_states = self.multi_token(
+                hidden_states,
+                labels,
+                self.input_weight,
+                self.output_weight,
+                others["rotary_pos_emb"],
+                others["attention_mask"],
+            )
+            labels = labels[0]
         if self.post_process and labels is not None and loss_mask is not None:
             chunk_tokens = self.chunked_loss.chunk_tokens if self.chunked_loss else labels.numel()
             return judge(hidden_states, self.output_weight, labels, loss_mask, chunk_tokens, self.pg_collection.tp)
@@ -343,6 +364,12 @@ class MemoryGPTModel(GPTModel):
         return weight
 
     @property
+    def input_weight(self) -> nn.Parameter:
+        """[V, D], this rank's part of the input embedding; of chunks that have it, or are lent it by the output."""
+        weight: nn.Parameter = self.embedding.word_embeddings.weight if self.pre_process else self.output_weight
+        return weight
+
+    @property
     def memory_layers(self) -> list[MemoryLayer]:
         """This chunk's memory layers, in order."""
         return [site.memory for site in self._memory_sites()]
@@ -381,6 +408,8 @@ class MemoryGPTModel(GPTModel):
         begin_step(self.memory_layers)
         for router in self.routers:
             router.begin_step()
+        if self.multi_token is not None:
+            self.multi_token.begin_step()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -116,6 +116,13 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     else:
         yield from _even_chunks(config)
     yield from _copies(config)
+    model, pipeline = config.model, config.parallel.pipeline
+    if model.multi_token_prediction is not None and not model.tied_embeddings and pipeline > 1:
+        yield (
+            f"model.multi_token_prediction is set with model.tied_embeddings false, but parallel.pipeline is {pipeline}: the "
+            "last stage embeds the tokens that the branch reads, and has no embedding but a tied one. Use "
+            "model.tied_embeddings: true, or parallel.pipeline: 1"
+        )
 
 
 def _copies(config: RunConfig) -> Iterator[str]:

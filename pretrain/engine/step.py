@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megamem.documents import DOCUMENT_BOUNDS
 from megamem.model import MemoryGPTModel
+from megamem.multi_token import losses_ahead, stacked, tokens_ahead
 from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums
@@ -59,6 +60,7 @@ class StepResult:
         loss: the training loss, without auxiliary losses.
         auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
             tokens.
+        ahead: of predictions of further tokens, by how many beyond the next: nats per target.
         norms: of the gradients.
         stop_requested: whether any rank was told to stop.
         ranks_saved: ranks that are done with their part of a save in flight.
@@ -73,6 +75,7 @@ class StepResult:
     stop_requested: bool
     ranks_saved: int
     ranks_failed_to_save: int
+    ahead: dict[int, float] = field(default_factory=dict)
     spike: str | None = None
     non_finite: tuple[NonFinite, ...] = ()
 
@@ -131,11 +134,13 @@ def train_step(
         model.begin_step()
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
-    loss, auxiliary, flags = _world_loss(losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed))
+    loss, auxiliary, ahead, flags = _world_loss(
+        losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed)
+    )
     optimizer.prepare_grads()
     norms = optimizer.gradient_norms()
     num_stop, num_saved, num_failed = flags
-    result = StepResult(loss, auxiliary, norms, num_stop > 0, num_saved, num_failed)
+    result = StepResult(loss, auxiliary, norms, num_stop > 0, num_saved, num_failed, ahead)
     if not result.is_finite:
         return replace(result, non_finite=find_non_finite(chunks, groups))
     if spike := judge(loss.mean, norms.main):
@@ -233,13 +238,18 @@ def _schedule(
 def read_microbatch(iterator: Iterator[Batch], model: MemoryGPTModel) -> tuple[Batch, Tensor | None]:
     """Read a chunk's part of the next microbatch: this rank's tokens, and the bounds of documents if they are separate.
 
-    Empty where the chunk reads no tokens.
+    In training, `labels` has those of a branch that predicts further tokens, too. Empty where the chunk reads no tokens.
     """
     whole = dict(next(iterator)) if model.reads_tokens else {}
     # Bounds of whole sequences, on every context-parallel rank; in host memory.
     bounds = whole.pop(DOCUMENT_BOUNDS, None)
     assert bounds is not None or not model.separate_documents, "nothing says where documents begin"
+    ahead = model.model_config.num_branch_blocks if model.training and model.multi_token is not None else 0
+    if ahead:
+        whole |= tokens_ahead(whole["labels"], whole["loss_mask"], whole["position_ids"], ahead)
     batch = own_tokens(whole, model.cp_group) if whole else {}
+    if ahead:
+        batch["labels"] = stacked(batch, ahead)
     return batch, bounds if model.separate_documents else None
 
 
@@ -276,20 +286,32 @@ def _loss_by_domain(
 
 def _world_loss(
     losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, flags: Sequence[bool]
-) -> tuple[LossSum, dict[str, dict[int, float]], list[int]]:
+) -> tuple[LossSum, dict[str, dict[int, float]], dict[int, float], list[int]]:
     """Losses over all ranks, known to every rank, and for each flag the number of ranks that have set it.
 
-    `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones.
+    `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones, and
+    their branch those of further tokens.
     """
-    auxiliary = auxiliary_sums(chunks, groups.device)
+    parts = (auxiliary_sums(chunks, groups.device).flatten(), _sums_ahead(chunks, groups.device).flatten())
     first = 2 + len(flags)
-    totals = torch.zeros(first + auxiliary.numel(), dtype=torch.float64, device=groups.device)
+    totals = torch.zeros(first + sum(map(len, parts)), dtype=torch.float64, device=groups.device)
     if losses and dist.get_rank(groups.megatron.tp) == 0:
         totals[:2] = torch.stack(list(losses)).sum(0)
     for position, flag in enumerate(flags, start=2):
         totals[position] = float(flag)
-    totals[first:] = auxiliary.flatten()
+    totals[first:] = torch.cat(parts)
     dist.all_reduce(totals)
     # Host sync: the loss is printed and logged at every step.
     nats, num_tokens, *sums = totals.tolist()
-    return LossSum(nats, num_tokens), auxiliary_means(sums[len(flags) :], chunks), [int(n) for n in sums[: len(flags)]]
+    of_flags, sums = sums[: len(flags)], sums[len(flags) :]
+    auxiliary, ahead = auxiliary_means(sums[: len(parts[0])], chunks), losses_ahead(sums[len(parts[0]) :])
+    return LossSum(nats, num_tokens), auxiliary, ahead, [int(n) for n in of_flags]
+
+
+def _sums_ahead(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    """[depth, 2] on every rank, zero where the branch is not; tensor-parallel ranks all count."""
+    sums = torch.zeros(unwrap(chunks[0]).model_config.num_branch_blocks, 2, dtype=torch.float64, device=device)
+    for model in map(unwrap, chunks):
+        if model.multi_token is not None:
+            sums += model.multi_token.sums
+    return sums

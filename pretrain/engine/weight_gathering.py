@@ -30,7 +30,7 @@ from megamem.model import MemoryGPTModel
 
 
 def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> None:
-    """Have every block with a memory, and a chunked loss, wait for the weights that they read; for DDP that gathers
+    """Have every block with a memory, a chunked loss and a branch wait for the weights that they read; for DDP that gathers
     beside forward."""
     for module, hook in wrapped.remove_forward_pre_hook_handles.items():
         # They wait for nothing. And a cache of Megatron's keeps rotary embeddings for ever, the model with their hook.
@@ -54,6 +54,8 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         model.shared_read.register_forward_pre_hook(_waiting_for(_parts(wrapped, read)))
     if model.chunked_loss is not None:
         model.chunked_loss.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.output_weight])))
+    if model.multi_token is not None:
+        model.multi_token.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.input_weight])))
 
 
 def _waiting_for(

@@ -131,6 +131,8 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         row["value_lr"] = rates["values"]
     if result.norms.tables is not None:
         row["value_grad_norm"] = result.norms.tables
+    if result.ahead:
+        row["loss_ahead"] = {str(n): value for n, value in result.ahead.items()}
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
         by_block = row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {})

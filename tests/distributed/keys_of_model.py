@@ -25,7 +25,7 @@ from keys_table import (
 )
 from torch import Tensor
 
-from megamem.config import LatentAttentionConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, MoEConfig, MultiTokenConfig
 from megamem.rotary_config import RotaryScalingConfig
 
 MODEL = Table()
@@ -369,6 +369,37 @@ def _(base: Subject, second: Subject) -> None:
     }
     assert last_parts(second.weights.keys() - base.weights.keys()) == {"router", "linear_fc1", "linear_fc2"}
     assert len(second.model.routers) == 2
+
+
+AHEAD = with_model(multi_token_prediction=MultiTokenConfig())
+
+
+@MODEL.key("model.multi_token_prediction", MultiTokenConfig())
+def _(base: Subject, second: Subject) -> None:
+    """A branch behind all that there was, which moves it by another gradient; the loss is that of the next token."""
+    added = second.weights.keys() - base.weights.keys()
+    assert {name.split(".")[0] for name in added} == {"multi_token"}
+    assert changed_names(base.weights, {name: second.weights[name] for name in base.weights}) == set()
+    assert second.steps[0].loss == base.steps[0].loss
+    assert second.steps[1].loss != base.steps[1].loss
+
+
+@MODEL.key("model.multi_token_prediction.depth", 2, AHEAD)
+def _(base: Subject, second: Subject) -> None:
+    """Another such block, for the token after."""
+    of_first = {name.replace(".1.", ".0.") for name in second.weights.keys() - base.weights.keys()}
+    assert of_first == {name for name in base.weights if name.startswith("multi_token.")}
+
+
+@MODEL.key("model.multi_token_prediction.loss_weight", 0.6, AHEAD)
+def _(base: Subject, second: Subject) -> None:
+    """The branch's own weights have gradients of its loss alone: twice as large."""
+    one, twice = base.steps[0], second.steps[0]
+    assert one.loss == twice.loss
+    branch = {name for name in one.gradients if name.startswith("multi_token.")}
+    for name in branch:
+        assert torch.allclose(twice.gradients[name], 2 * one.gradients[name], rtol=1e-3, atol=3e-7), name
+    assert not torch.allclose(twice.gradients[BLOCK + FC1], 2 * one.gradients[BLOCK + FC1], rtol=1e-2)
 
 
 @MODEL.key("model.memory", None)

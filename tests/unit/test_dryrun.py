@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
@@ -188,7 +188,16 @@ IN_FILES = replace(
     ),
 )
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
+AHEAD = replace(
+    DENSE,
+    model=replace(DENSE.model, multi_token_prediction=MultiTokenConfig(depth=2)),
+    parallel=ParallelConfig(tensor=2, pipeline=2),
+)
 CONFIGS = {
+    "further tokens": AHEAD,
+    "further tokens, context": replace(
+        CUT["ring"], model=AHEAD.model, train=replace(CUT["ring"].train, recompute="selective")
+    ),
     "split": SPLIT,
     "interleaved": INTERLEAVED,
     "dense": DENSE,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
@@ -271,13 +271,16 @@ def check_costs(model: ModelConfig, built: BuiltModel) -> None:
 def _by_part(chunk: object) -> dict[str, int]:
     parts = dict.fromkeys(("embedding", "attention", "ffn", "norms", "retrieval", "memory_projections", "tables"), 0)
     for name, parameter in chunk.named_parameters():  # type: ignore[attr-defined]
-        parts[_part_of(name)] += parameter.numel()
+        part = _part_of(name)
+        parts[part] = parts.get(part, 0) + parameter.numel()
     return parts
 
 
 def _part_of(name: str) -> str:
     if "banks" in name:
         return "tables"
+    if name.startswith("multi_token"):
+        return "multi_token"
     if any(
         part in name
         for part in (
@@ -383,6 +386,17 @@ def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
     block, attended = forward_flops_of_block(DENSE, 2), 4 * 32 * 101 / 2
     expected = forward + 2 * 384 * 32 + (2 * block + 2 * attended) + (block + 2 * attended)
     assert training_flops_per_token(DENSE, 100, (3,)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_branch_costs_a_block_a_projection_and_the_output_projection() -> None:
+    """Of each depth, by hand; and the parameters are those of the built model."""
+    model = replace(DENSE, multi_token_prediction=MultiTokenConfig(depth=2))
+    check_costs(model, built_models({"branch": model}, VOCAB, fake=False, forward=())["branch"])
+    dense = count_parameters(DENSE)
+    block = (dense.attention + dense.ffn) // DENSE.num_layers
+    flops = 2 * (block + 2 * 32 * 32 + 384 * 32) + 4 * 32 * 101 / 2
+    assert forward_flops_per_token(model, 100) == forward_flops_per_token(DENSE, 100) + 2 * flops
+    assert training_flops_per_token(model, 100) == 3 * forward_flops_per_token(model, 100)
 
 
 def test_parameters_of_latents_are_those_of_their_projections() -> None:

@@ -142,7 +142,9 @@ def exported_config(
 
 def _native(model: ModelConfig, vocab_size: int, seed: int) -> dict[str, Any]:
     """Configuration that makes it a model of ours again."""
-    plain = to_dict(RunConfig(seed=seed, model=replace(model, vocab_size=vocab_size)))
+    # Its branch for further tokens is left out.
+    exported = replace(model, vocab_size=vocab_size, multi_token_prediction=None)
+    plain = to_dict(RunConfig(seed=seed, model=exported))
     return {"seed": seed, "model": plain["model"]}
 
 

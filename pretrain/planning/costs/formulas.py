@@ -21,6 +21,7 @@ from megamem.spans import count_memory_layers
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
+from pretrain.planning.costs.matrices import branch_norms, branch_projection
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -35,6 +36,7 @@ class ParameterCounts:
         attention: query, key, value and output projections, or, with latents, their own.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
+        multi_token: the branch that predicts further tokens: blocks, projections and norms.
         retrieval: query projections, keys, gains and Tucker cores.
         memory_projections: value and pre-value projections, and gates.
         tables: values and pre-values of all banks.
@@ -47,6 +49,7 @@ class ParameterCounts:
     attention: int
     ffn: int
     norms: int
+    multi_token: int
     retrieval: int
     memory_projections: int
     tables: int
@@ -56,8 +59,9 @@ class ParameterCounts:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts that add up to the model, by name."""
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _SHARES}
+        """The parts that add up to the model, by name; without a branch for further tokens it is none of them."""
+        named = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _SHARES}
+        return {name: count for name, count in named.items() if name != "multi_token" or count}
 
     @property
     def total(self) -> int:
@@ -84,6 +88,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         attention=sum_over_blocks(model, partial(attention_weights, model)),
         ffn=ffn,
         norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
+        multi_token=model.num_branch_blocks * (_plain_block(model) + branch_projection(model) + branch_norms(model)),
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows * model.family_of_bank(bank.index).row_width for bank in plan.banks),
@@ -100,6 +105,11 @@ def _read_values(model: ModelConfig, memory: MemoryConfig) -> int:
 
 def _read_by_lookup(memory: MemoryConfig) -> int:
     return memory.lookup.rows * memory.row_width
+
+
+def _plain_block(model: ModelConfig) -> int:
+    """Weights of a block without a memory."""
+    return attention_weights(model, PLAIN) + norm_weights(model, PLAIN) + 3 * model.hidden_size * model.ffn_hidden_size
 
 
 def _shared_parameters(model: ModelConfig) -> int:
@@ -141,7 +151,14 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     counts = count_parameters(model)
     attention = counts.attention + sum_over_blocks(model, partial(projected_twice, model))
     flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
-    return flops + model.num_layers * attended_flops(model, sequence_length) + memory_flops(model)
+    num_blocks = model.num_layers + model.num_branch_blocks
+    return flops + branch_flops(model) + num_blocks * attended_flops(model, sequence_length) + memory_flops(model)
+
+
+def branch_flops(model: ModelConfig) -> float:
+    """The share of a branch that predicts further tokens, but for attention's scores and their products with values."""
+    of_block = forward_flops_of_block(model, model.num_layers) if model.num_branch_blocks else 0.0
+    return model.num_branch_blocks * (of_block + 2.0 * branch_projection(model) + 2.0 * _embedding_size(model))
 
 
 def attended_flops(model: ModelConfig, sequence_length: int) -> float:
@@ -168,9 +185,9 @@ def training_flops_per_token(
         return 3.0 * forward
     products = {block: forward_flops_of_block(model, block) for block in range(part.first_block, model.num_layers)}
     return forward + backward_flops(
-        2.0 * _embedding_size(model) + sum(products.values()),
+        2.0 * _embedding_size(model) + branch_flops(model) + sum(products.values()),
         sum(flops for block, flops in products.items() if part.trains({block})),
-        len(products) * attended_flops(model, sequence_length),
+        (len(products) + model.num_branch_blocks) * attended_flops(model, sequence_length),
     )
 
 

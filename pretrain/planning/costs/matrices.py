@@ -35,12 +35,26 @@ class HiddenMatrices:
         return self.split + self.whole + self.experts
 
     @staticmethod
-    def of(model: ModelConfig, blocks: Sequence[BlockPlan], memory: LayerCosts) -> HiddenMatrices:
-        """Those of some blocks, and of their memories with these costs in all."""
+    def of(
+        model: ModelConfig, blocks: Sequence[BlockPlan], memory: LayerCosts, *, num_projections: int = 0
+    ) -> HiddenMatrices:
+        """Those of some blocks, of their memories with these costs in all, and of as many projections of a branch."""
         split = [shape for block in blocks for shape in (*_attention(model, block), *_feed_forward(model, block))]
         experts = [shape for block in blocks for shape in _experts(model, block)]
         by_heads = memory.matrices if memory.split_by_heads else ()
-        return HiddenMatrices((*split, *by_heads), () if by_heads else memory.matrices, tuple(experts))
+        whole = () if by_heads else memory.matrices
+        whole += num_projections * ((model.hidden_size, 2 * model.hidden_size),)
+        return HiddenMatrices((*split, *by_heads), whole, tuple(experts))
+
+
+def branch_projection(model: ModelConfig) -> int:
+    """Weights by which one depth of `megamem.multi_token` joins a hidden state and an embedding; every rank has them."""
+    return 2 * model.hidden_size**2
+
+
+def branch_norms(model: ModelConfig) -> int:
+    """Gains of the norms of one depth around its block, which every rank has."""
+    return 3 * model.hidden_size
 
 
 def _attention(model: ModelConfig, block: BlockPlan) -> Iterator[Shape]:

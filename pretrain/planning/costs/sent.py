@@ -148,6 +148,8 @@ def _tensor_passes(config: RunConfig, stage: Stage) -> float:
     passes = both_ways(stage.blocks) + (2 if config.train.recompute == "full" else 1) * both_ways(stage.backward)
     # The embedding scatters, and gathers backward; the output projection scatters backward alone.
     passes += pairs(stage.trained_blocks)
+    # So do the embedded tokens and the losses of a branch.
+    passes += stage.branch_blocks * (3 + 2 * stage.trains_all)
     return passes + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
 
 
@@ -176,7 +178,8 @@ def _latents(config: RunConfig, stage: Stage) -> float:
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token."""
+    """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token and loss."""
     size = config.parallel.tensor
-    of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
+    num_losses = stage.has_loss * (1 + stage.branch_blocks)
+    of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches * num_losses
     return 2 * (size - 1) / size * (GRADIENT_BYTES * stage.trained.whole + of_loss)

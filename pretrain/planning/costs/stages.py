@@ -18,7 +18,7 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
-from pretrain.planning.costs.matrices import HiddenMatrices
+from pretrain.planning.costs.matrices import HiddenMatrices, branch_norms, branch_projection
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Stage:
 
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
-        blocks: all of them.
+        blocks: all of them; a branch's behind those of the chunk with the loss.
         backward: those that have a backward pass. A lowest block whose table alone is trained is counted whole; without
             recomputation it has one only from the read onwards.
         trained_blocks: of these, the ones that are trained; the others pass gradients on.
@@ -123,6 +123,7 @@ class Stage:
         reads_before_blocks: whether layers read together, before the first block of their chunk: by token ids alone.
         trained: what of it is trained.
         trained_banks: banks with trained tables, in the order in which forward reads them.
+        branch_blocks: of the blocks, those of a branch that predicts further tokens.
         trains_all: whether that is all of it, embedding and output projection too.
     """
 
@@ -139,6 +140,7 @@ class Stage:
     reads_before_blocks: bool
     trained: TrainedWeights
     trained_banks: tuple[BankInStage, ...]
+    branch_blocks: int
     trains_all: bool
 
     @property
@@ -188,10 +190,13 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
     layers = [model.memory_layers[index] for index in indices]
     banks = {layer.view.bank for layer in layers}
+    has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
+    branch = range(model.num_layers, model.num_layers + has_loss * model.num_branch_blocks)
+    blocks += branch
     split, whole, experts = _blocks_weights(model, blocks)
+    whole += len(branch) * (branch_projection(model) + branch_norms(model))
     embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
     # A tied output projection on a stage of its own is a copy.
-    has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
     costs = sum((_costs(model, layer) for layer in layers), LayerCosts())
     split += costs.split_by_heads
@@ -211,7 +216,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     if part.is_whole:
-        matrices = HiddenMatrices.of(model, _plans(model, blocks), costs)
+        matrices = HiddenMatrices.of(model, _plans(model, blocks), costs, num_projections=len(branch))
         trained = TrainedWeights(split, whole, tables, experts, matrices)
     else:
         trained = _trained_weights(part, blocks)
@@ -230,6 +235,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         reads_before_blocks=reads_before_blocks,
         trained=trained,
         trained_banks=_trained_banks(part, chunks, indices),
+        branch_blocks=len(branch),
         trains_all=part.is_whole,
     )
 

@@ -32,6 +32,7 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
+from pretrain.planning.costs.matrices import branch_projection
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.read_rows import has_read_rows, read_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
@@ -182,7 +183,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         TimePart.MATMULS: sum(products),
         # Forward writes what backward reads once more, and each is read by the next operation.
         TimePart.ELEMENTWISE: passes * 2 * written / hardware.stream_bytes_per_s,
-        TimePart.LOSS: (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
+        TimePart.LOSS: (1 + stage.branch_blocks) * (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
         # Memories in a backward pass are taken to be trained.
         TimePart.MEMORY_MATMULS: (forward + 2 * backward)
         * tokens
@@ -226,8 +227,10 @@ def _block_flops(config: RunConfig, stage: Stage) -> tuple[float, float]:
     model, recompute = config.model, config.train.recompute
     attention = attended_flops(model, config.train.sequence_length)
 
+    branch = stage.branch_blocks * branch_projection(model)
+
     def products(blocks: Blocks) -> float:
-        weights: float = blocks.split_weights + blocks.weights_used_twice
+        weights: float = blocks.split_weights + blocks.weights_used_twice + (branch if blocks.num else 0)
         if model.moe is not None:
             weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
         return 2.0 * weights

@@ -104,6 +104,8 @@ LIMITS = [
     *at_most(4, "model.moe.top_k", **MOE),
     *not_negative("model.moe.balance_loss_weight", "model.moe.z_loss_weight", **MOE),
     *at_least(1, "model.moe.balance_sequences", **MOE),
+    *at_least(1, "model.multi_token_prediction.depth"),
+    *above_zero("model.multi_token_prediction.loss_weight"),
     *at_least(1, "model.memory.num_keys", "model.memory.key_dim", "model.memory.value_dim", **MEMORY),
     *at_least(1, "model.memory.top_k", "model.memory.row_top_k_limit", "model.memory.num_heads", **MEMORY),
     *at_least(1, "model.memory.tucker_rank", "model.memory.num_cores", "model.memory.key_expansion", **MEMORY),
