@@ -389,7 +389,7 @@ def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
 
 
 def test_a_branch_costs_a_block_a_projection_and_the_output_projection() -> None:
-    """Of each depth, by hand; and the parameters are those of the built model."""
+    """FLOPs of each depth by hand, and parameters of the built model."""
     model = replace(DENSE, multi_token_prediction=MultiTokenConfig(depth=2))
     check_costs(model, built_models({"branch": model}, VOCAB, fake=False, forward=())["branch"])
     dense = count_parameters(DENSE)
