@@ -21,7 +21,7 @@ from megamem.spans import count_memory_layers
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
-from pretrain.planning.costs.matrices import branch_norms, branch_projection
+from pretrain.planning.costs.branch import branch_norms, branch_projection
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")

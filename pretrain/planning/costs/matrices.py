@@ -47,16 +47,6 @@ class HiddenMatrices:
         return HiddenMatrices((*split, *by_heads), whole, tuple(experts))
 
 
-def branch_projection(model: ModelConfig) -> int:
-    """Weights by which one depth of `megamem.multi_token` joins a hidden state and an embedding; every rank has them."""
-    return 2 * model.hidden_size**2
-
-
-def branch_norms(model: ModelConfig) -> int:
-    """Gains of the norms of one depth around its block, which every rank has."""
-    return 3 * model.hidden_size
-
-
 def _attention(model: ModelConfig, block: BlockPlan) -> Iterator[Shape]:
     width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
     latent = model.latent_attention

@@ -23,6 +23,7 @@ from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
+from pretrain.planning.costs.branch import kept_around_branch
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
@@ -286,18 +287,13 @@ def _activations(
             # One core's forward pass again, with its outputs, for its backward pass.
             outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
             block = {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs}
-    around = _around_branch(config, stage, tokens)
-    if train.recompute != "full":
-        waiting = _sum(waiting, around)
+    waiting = _sum(waiting, {MemoryPart.LOSS: kept_around_branch(config, stage.branch_blocks, tokens)})
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
             MemoryPart.RESIDUAL: _norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
             MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
         }
-        if train.recompute == "full":
-            # Gone when the blocks below are computed again.
-            at_loss = _sum(at_loss, around)
         if division.num_microbatches > 1:
             at_loss = _sum(at_loss, under_way)
     of_backbone = _sum(block, passing.residual, passing.of_backbone)
@@ -319,13 +315,6 @@ def _activations(
     if config.parallel.pipeline > 1:
         parts = _sum(parts, {MemoryPart.MESSAGES: tokens * model.hidden_size * element})
     return parts
-
-
-def _around_branch(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
-    """Bytes that backward of a branch needs besides what its blocks keep: embedded tokens, two normed states side by side,
-    the last norm's input and output, and a gradient that waits for the other depths'; recomputation leaves three of them."""
-    states = stage.branch_blocks * (3 if config.train.recompute == "full" else 7)
-    return {MemoryPart.LOSS: float(states * tokens * config.model.hidden_size * config.train.element_bytes)}
 
 
 def _memorys(parts: Mapping[MemoryPart, float]) -> float:

@@ -18,7 +18,8 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
-from pretrain.planning.costs.matrices import HiddenMatrices, branch_norms, branch_projection
+from pretrain.planning.costs.branch import branch_norms, branch_projection
+from pretrain.planning.costs.matrices import HiddenMatrices
 
 
 @dataclass(frozen=True)

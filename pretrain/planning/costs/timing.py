@@ -28,11 +28,11 @@ from pretrain.config.updates import (
     table_gradient_bytes,
     table_update,
 )
+from pretrain.planning.costs.branch import branch_projection
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.matrices import branch_projection
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.planning.costs.read_rows import has_read_rows, read_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
