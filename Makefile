@@ -1,4 +1,4 @@
-# Everything a fresh machine with Python 3.11 or 3.12 needs; `make help` lists it.
+# Everything a fresh machine with Python 3.11, 3.12 or, with ENGINE=0.19, 3.13 needs; `make help` lists it.
 PYTHON ?= python3
 # Which megatron-core, of requirements/engine-*.txt. The default is that of the lock file.
 ENGINE ?= 0.16

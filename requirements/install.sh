@@ -11,7 +11,7 @@ fail() {
   exit 1
 }
 
-command -v "$python" >/dev/null || fail "there is no $python here: install Python 3.11 or 3.12, or name one, as in make PYTHON=/path/to/python3.11"
+command -v "$python" >/dev/null || fail "there is no $python here: install Python 3.11 to 3.13, or name one, as in make PYTHON=/path/to/python3.11"
 version=$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")') || fail "$python does not run"
 pin=requirements/engine-$engine.txt
 [[ -e $pin ]] || fail "there is no engine $engine: choose one of those in requirements/engine-*.txt, as in make ENGINE=0.16"
