@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.common.rounding import Rounding
 from kernels.implementations import Implementation, unavailable
 from kernels.select import Kernels, select_kernels
 
@@ -53,3 +54,18 @@ def test_the_last_rows_of_a_large_table(kernels: Kernels) -> None:
     kernels.segment_accumulate(near_sums, ids, coef, x)
     assert torch.equal(far_sums[-NUM_NEAR:], near_sums)
     assert not far_sums[: 2 * NUM_NEAR].any()
+
+
+def test_an_update_of_the_last_rows_of_a_large_table(kernels: Kernels) -> None:
+    """Rounded by the numbers of near rows, far ones get the same bits."""
+    g = torch.Generator().manual_seed(0)
+    near, gradient = torch.randn(NUM_NEAR, WIDTH, generator=g).bfloat16(), torch.randn(6, WIDTH, generator=g)
+    rows, factors, rounding = torch.randperm(NUM_NEAR, generator=g)[:6], torch.randn(6, generator=g), Rounding(2**62)
+    far = zeros(torch.bfloat16)
+    far[-NUM_NEAR:] = near
+    kernels.row_update(far, gradient, factors, 1.0, rounding, rows + NUM_FAR - NUM_NEAR, rows)
+    before = near.clone()
+    kernels.row_update(near, gradient, factors, 1.0, rounding, rows)
+    assert not torch.equal(near, before)
+    assert torch.equal(far[-NUM_NEAR:], near)
+    assert not far[: 2 * NUM_NEAR].any()

@@ -195,16 +195,3 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))
     finally:
         torch.set_num_threads(1)
-
-
-def test_offsets_past_two_to_the_31() -> None:
-    """The last rows of a table of more elements, of which the system gives no page that is not touched."""
-    kernels = chosen("cpu")
-    width, num = 256, 5
-    num_rows = 2**31 // width + 7
-    weights = torch.empty(num_rows, width, dtype=torch.bfloat16)
-    near = draw(num, width, torch.bfloat16, torch.float32)
-    rows = torch.arange(num_rows - num, num_rows)
-    weights[rows] = near.weights[:num]
-    kernels.row_update(weights, near.gradient, near.factors, 1.0, near.rounding, rows, torch.arange(num))
-    assert torch.equal(weights[rows], near.updated(kernels.row_update)[:num])
