@@ -110,6 +110,10 @@ class ModelConfig(Config):
     """Use the input embedding as the output projection."""
     qk_norm: Annotated[bool, Role.IDENTITY] = True
     """RMS-normalise queries and keys per head before RoPE; with model.latent_attention the latents, and neither."""
+    qkv_bias: Annotated[
+        bool, Role.IDENTITY, EffectiveWhen(lambda c: c.latent_attention is None, "model.latent_attention is null")
+    ] = False
+    """Add biases to queries, keys and values, as Qwen2 does; they begin at 0."""
     norm_epsilon: Annotated[PositiveFloat, Role.IDENTITY] = 1e-5
     """Added to the mean square in every RMSNorm of the backbone and the memory."""
     rotary_base: Annotated[

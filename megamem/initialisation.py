@@ -63,7 +63,7 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             "weight",
         ]:
             return Constant(1.0)
-        case [*_, "input_layernorm", "bias"]:
+        case [*_, "input_layernorm" | "linear_qkv", "bias"]:
             return Constant(0.0)
         case ["decoder", "layers", block, *_, "memory", own_name]:
             of_block = _memory_in(int(block), model)

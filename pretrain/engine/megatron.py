@@ -62,6 +62,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         # Not Transformer Engine's, but the one that the spec names: `megamem.swiglu.swiglu`.
         use_te_activation_func=True,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Our own generator fills the weights: Megatron's depends on the pipeline layout.

@@ -39,6 +39,8 @@ LATENT = replace(BASE, num_query_groups=None, latent_attention=LatentAttentionCo
 MODELS: dict[str, ModelConfig] = {
     "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
     "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
+    "dense, as qwen2": replace(BASE, qk_norm=False, qkv_bias=True),
+    "biases and norms of queries and keys": replace(BASE, qkv_bias=True),
     "dense, yarn, as llama": replace(
         BASE,
         qk_norm=False,
@@ -67,7 +69,7 @@ MODELS: dict[str, ModelConfig] = {
     "v2, one query, no shuffle, few rows": replace(
         BASE, memory=replace(V2, query="single", shuffle="none", row_top_k_limit=3)
     ),
-    "v2 beside experts": replace(BASE, memory=V2, moe=MOE),
+    "v2 beside experts, biases": replace(BASE, memory=V2, moe=MOE, qkv_bias=True),
     "v2 instead of feed-forwards": replace(
         BASE, memory=replace(V2, placement=PlacementConfig(blocks=(1, 2), position="instead"))
     ),
@@ -85,8 +87,9 @@ MODELS: dict[str, ModelConfig] = {
         num_layers=5,
         memory=MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=16, placement=PlacementConfig(blocks=(0, 3))),
     ),
-    "midus, llama3, all heads, no qk_norm": replace(
+    "midus, llama3, all heads, no qk_norm, biases": replace(
         BASE,
+        qkv_bias=True,
         num_query_groups=None,
         qk_norm=False,
         tied_embeddings=False,

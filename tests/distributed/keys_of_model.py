@@ -123,6 +123,16 @@ def _(base: Subject, second: Subject) -> None:
     assert not same(base.logits(), second.logits())
 
 
+@MODEL.key("model.qkv_bias", True)
+def _(base: Subject, second: Subject) -> None:
+    """One for each row of the projection, 0 at first; `test_backbone.py` has others."""
+    bias = BLOCK + "self_attention.linear_qkv.bias"
+    assert second.weights.keys() - base.weights.keys() == {bias, bias.replace("0", "1")}
+    assert second.shapes[bias] == (3 * 32,)
+    assert not second.weights[bias].any()
+    assert same(base.logits(), second.logits())
+
+
 def norms_are_rms(subject: Subject, epsilon: float) -> None:
     """Every norm of the backbone computes x / sqrt(mean(x^2) + epsilon) at its initial gain of 1."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}

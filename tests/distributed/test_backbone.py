@@ -31,6 +31,7 @@ MODELS = {
     "rotary_base": replace(PLAIN, rotary_base=50),
     "norm_epsilon": replace(PLAIN, norm_epsilon=0.25),
     "qk_norm": replace(PLAIN, qk_norm=False),
+    "qkv_bias": replace(PLAIN, qkv_bias=True),
     "tied_embeddings": replace(PLAIN, tied_embeddings=False),
     "num_query_groups": replace(PLAIN, num_query_groups=2),
     "head_dim": replace(PLAIN, head_dim=None),
@@ -63,7 +64,10 @@ def attention(x: Tensor, weights: dict[str, Tensor], model: ModelConfig, prefix:
     groups = model.num_query_groups or heads
     per_group = heads // groups
     # Each group has its queries, then its key, then its value.
-    fused = (x @ weights[f"{prefix}linear_qkv.weight"].T).view(len(x), groups, per_group + 2, width)
+    fused = x @ weights[f"{prefix}linear_qkv.weight"].T
+    if model.qkv_bias:
+        fused = fused + weights[f"{prefix}linear_qkv.bias"]
+    fused = fused.view(len(x), groups, per_group + 2, width)
     allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     outputs = []
     for head in range(heads):
@@ -152,7 +156,7 @@ def test_logits_are_those_of_a_plain_transformer(compared: dict[str, dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", ["rotary_base", "norm_epsilon", "qk_norm", "tied_embeddings", "num_query_groups", "head_dim"]
+    "name", ["rotary_base", "norm_epsilon", "qk_norm", "qkv_bias", "tied_embeddings", "num_query_groups", "head_dim"]
 )
 def test_every_setting_tells(compared: dict[str, dict[str, Any]], name: str) -> None:
     """The plain transformer of the defaults computes something else with the same weights."""
@@ -184,6 +188,8 @@ def test_weights_have_the_widths_of_the_settings(compared: dict[str, dict[str, A
         }
         if name != "qk_norm":
             expected |= {f"{layer}self_attention.{part}_layernorm.weight": (head,) for part in "qk"}
+        if name == "qkv_bias":
+            expected[f"{layer}self_attention.linear_qkv.bias"] = (3 * 32,)
     if name == "tied_embeddings":
         expected["output_layer.weight"] = (64, 24)
     assert compared[name]["shapes"] == expected

@@ -69,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied, wide heads": ("Llama", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True, "sliding_window": 8}),
     "qwen3, untied, one head": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 8, "max_window_layers": 1}),
 }
 

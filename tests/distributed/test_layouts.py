@@ -23,9 +23,13 @@ from tests.microbatch import some_inputs
 NUM_STEPS = 3
 # A few more of one rank, for runs that are held against it more loosely.
 REFERENCE_STEPS = 5
-BY_ROW = replace(PRIVATE, optimizer=replace(PRIVATE.optimizer, tables="row_wise", matrices="muon"))
+BY_ROW = replace(
+    PRIVATE,
+    model=replace(PRIVATE.model, qkv_bias=True),
+    optimizer=replace(PRIVATE.optimizer, tables="row_wise", matrices="muon"),
+)
 """The private tables are updated by row and their model's matrices by Muon, the shared ones and theirs by AdamW: no update
-knows what the other model differs in."""
+knows what the other model differs in. Queries, keys and values have biases in one of the two."""
 # Tolerance of a loss, a gradient norm, or the largest element of a parameter, against one rank.
 TOLERANCE = 1e-5
 

@@ -77,6 +77,7 @@ MODELS: dict[str, ModelConfig] = {
         latent_attention=LatentAttentionConfig(24, 16, query_latent_dim=20),
         memory=MoveConfig(value_dim=24, num_gate_heads=3, mixed_into="latents"),
     ),
+    "biases": replace(SERVED, qk_norm=False, qkv_bias=True, memory=replace(V2, sharing=SharingConfig("block", 2))),
 }
 SHORT_BLOCKS: dict[str, Any] = {"block_size": 32, "max_model_len": LENGTH}
 # By a name: the model, and options of `LLM`. Half of the requests begin alike, longer than some blocks of the cache; the
@@ -90,7 +91,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "engram, chunks and prefixes": ("engram", CHUNKED),
     **{
         f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
-        for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts")
+        for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts", "move")
     },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": {"memory_device": "cpu"}}),
     "v2, some rows out of their files": (

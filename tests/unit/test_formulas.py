@@ -49,6 +49,7 @@ MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
     "dense": DENSE,
     "untied, no qk norm, wide heads": replace(DENSE, tied_embeddings=False, qk_norm=False, head_dim=16),
+    "biases of queries, keys and values": replace(DENSE, qkv_bias=True),
     "memory": replace(DENSE, memory=MEMORY),
     "memory, block of 2": replace(DENSE, memory=replace(MEMORY, sharing=SharingConfig("block", 2))),
     "memory, ring of 3": replace(DENSE, memory=replace(MEMORY, sharing=SharingConfig("ring", 3))),

@@ -48,6 +48,7 @@ MEMORY = PkmConfig(num_keys=4, key_dim=4, top_k=2, value_dim=16)
 MODELS = {
     "dense": BASE,
     "dense, untied, no qk_norm": replace(BASE, tied_embeddings=False, qk_norm=False, num_query_groups=None),
+    "dense, biases": replace(BASE, qk_norm=False, qkv_bias=True),
     "moe": replace(BASE, moe=MoEConfig(num_experts=3, top_k=2, expert_ffn_hidden_size=12)),
     "memory": replace(BASE, memory=replace(MEMORY, sharing=SharingConfig("all"))),
     "memory instead": replace(BASE, memory=replace(MEMORY, placement=PlacementConfig(blocks=(1,), position="instead"))),
@@ -74,6 +75,8 @@ def native(model: ModelConfig) -> dict[str, Tensor]:
         shapes[f"{block}input_layernorm.weight"] = shapes[f"{block}pre_mlp_layernorm.weight"] = (hidden,)
         shapes[f"{block}self_attention.linear_qkv.weight"] = ((heads + 2 * groups) * width, hidden)
         shapes[f"{block}self_attention.linear_proj.weight"] = (hidden, heads * width)
+        if model.qkv_bias:
+            shapes[f"{block}self_attention.linear_qkv.bias"] = ((heads + 2 * groups) * width,)
         if model.qk_norm:
             for side in "qk":
                 shapes[f"{block}self_attention.{side}_layernorm.weight"] = (width,)
@@ -167,7 +170,7 @@ def export_config(model: ModelConfig, **changes: Any) -> dict[str, Any]:
     return json.loads(json.dumps({**content, **changes}))
 
 
-@pytest.mark.parametrize("name", ["dense", "dense, untied, no qk_norm"])
+@pytest.mark.parametrize("name", ["dense", "dense, untied, no qk_norm", "dense, biases"])
 def test_configurations_of_dense_models_go_both_ways(name: str) -> None:
     model = replace(MODELS[name], vocab_size_multiple=128, rotary_base=5000, norm_epsilon=1e-6)
     assert imported_config(export_config(model), "config.json").model == replace(model, vocab_size=VOCAB_SIZE)
@@ -215,6 +218,14 @@ def test_the_window_that_a_mistral_has_unless_it_says_otherwise_is_refused() -> 
     with pytest.raises(CheckpointError, match="sliding_window is 4096: imported models attend to whole sequences"):
         imported_config(content, "config.json")
     assert not imported_config({**content, "sliding_window": None}, "config.json").model.qk_norm
+
+
+def test_norms_behind_sublayers_are_refused_in_words() -> None:
+    content = {**export_config(BASE), "architectures": ["Olmo2ForCausalLM"]}
+    with pytest.raises(
+        CheckpointError, match=r"architectures is \['Olmo2ForCausalLM'\]: its norms stand behind attention"
+    ):
+        imported_config(content, "config.json")
 
 
 def test_a_sliding_window_that_is_switched_off_is_none() -> None:

@@ -21,16 +21,36 @@ from pretrain.convert.huggingface.refused import refused
 from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.errors import CheckpointError, ConfigError
 
-LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
+LLAMA, QWEN2, QWEN3, OWN = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
 _MISTRAL = "MistralForCausalLM"
 """Llama's blocks and names, where its window is switched off."""
+_PLAIN = (LLAMA, QWEN2, QWEN3, _MISTRAL)
+# As transformers fills in what a file leaves out.
+_DEFAULTS = {
+    QWEN2: {"num_key_value_heads": 32},
+    QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
+    _MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
+}
+# What other models that look alike have, and no block of ours.
+_OTHERS = {
+    "Olmo2ForCausalLM": "its norms stand behind attention and feed-forward, and queries and keys are normalised over all "
+    "heads together",
+    "Olmo3ForCausalLM": "its norms stand behind attention and feed-forward, and queries and keys are normalised over all "
+    "heads together",
+}
 AUTO_MAP = {
     "AutoConfig": "configuration_megamem.MegamemConfig",
     "AutoModel": "modeling_megamem.MegamemModel",
     "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
 }
 """Classes in the code that goes with `OWN`, as `config.json` names them."""
-_MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
+_MODEL_TYPES = {LLAMA: "llama", QWEN2: "qwen2", QWEN3: "qwen3", OWN: "megamem"}
+# Keys by which a model of that class is plain.
+_IDLE: dict[str, dict[str, Any]] = {
+    LLAMA: {"attention_bias": False, "mlp_bias": False},
+    QWEN2: {"use_sliding_window": False},
+    QWEN3: {"attention_bias": False, "use_sliding_window": False},
+}
 
 # Weights of `remote_code/memory_megamem.py`: those that it needs, and those that there may be besides.
 _TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
@@ -63,6 +83,8 @@ def architecture_of(model: ModelConfig) -> str:
 
 
 def _backbone(model: ModelConfig) -> str:
+    if model.qkv_bias:
+        return OWN if model.qk_norm else QWEN2
     return QWEN3 if model.qk_norm else LLAMA
 
 
@@ -114,8 +136,7 @@ def exported_config(
         "dtype": str(dtype).removeprefix("torch."),
     }
     if architecture != OWN:
-        plain = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
-        return {**config, **plain, **({"mlp_bias": False} if architecture == LLAMA else {"use_sliding_window": False})}
+        return {**config, "hidden_act": "silu", "attention_dropout": 0.0, **_IDLE[architecture]}
     moe, latent, memory = None, None, _memory(model, seed, tensors)
     if model.latent_attention is not None:
         latent = to_dict(model.latent_attention)
@@ -132,6 +153,7 @@ def exported_config(
         # Without these blocks, it may be a model that transformers knows.
         **({"backbone": _backbone(model)} if inserted_blocks(model) and latent is None else {}),
         "qk_norm": model.qk_norm,
+        "qkv_bias": model.qkv_bias,
         "latent_attention": latent,
         "moe": moe,
         "memory": None if memory is None else {**memory, "table_bits": table_bits},
@@ -246,7 +268,7 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
     """The configuration of a run that goes on with the model of a `config.json`; what that does not say has its default.
 
     Args:
-        config: its content: of a Llama, a Qwen3, or a model that was exported.
+        config: its content: of a Llama, a Qwen2 or 3, a Mistral, or a model that was exported.
         origin: what to call it in messages.
 
     Raises:
@@ -268,21 +290,17 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
 
 def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
     match config.get("architectures"):
-        case [str(architecture)] if architecture in (LLAMA, QWEN3, _MISTRAL):
+        case [str(architecture)] if architecture in _PLAIN:
             pass
+        case [str(architecture)] if architecture in _OTHERS:
+            raise refused(origin, "architectures", [architecture], f"{_OTHERS[architecture]}, and no block here is so")
         case other:
-            raise CheckpointError(
-                f"{origin}: architectures is {other}, and {[LLAMA]}, {[QWEN3]}, {[_MISTRAL]} or {[OWN]} can be imported"
-            )
-    qwen = architecture == QWEN3
-    if architecture == _MISTRAL:
-        # As transformers fills in what a file leaves out.
-        config = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
+            can_be = ", ".join(str([each]) for each in (*_PLAIN, OWN))
+            raise CheckpointError(f"{origin}: architectures is {other}, and one of {can_be} can be imported")
+    config = {**_DEFAULTS.get(architecture, {}), **config}
     _check_plain(config, origin)
     heads, hidden = _whole(config, "num_attention_heads", origin), _whole(config, "hidden_size", origin)
-    # As transformers fills in what a file leaves out.
-    default_head = 128 if qwen else hidden // heads
-    head_dim = _whole(config, "head_dim", origin, default_head)
+    head_dim = _whole(config, "head_dim", origin, hidden // heads)
     groups = _whole(config, "num_key_value_heads", origin, heads)
     try:
         return ModelConfig(
@@ -294,7 +312,8 @@ def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
             ffn_hidden_size=_whole(config, "intermediate_size", origin),
             vocab_size=_whole(config, "vocab_size", origin),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=qwen,
+            qk_norm=architecture == QWEN3,
+            qkv_bias=architecture == QWEN2,
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
             rotary_base=imported_base(config, origin),
             rotary_scaling=imported_scaling(config, origin),

@@ -23,6 +23,7 @@ from pretrain.convert.huggingface.card import Figures, model_card
 from pretrain.convert.huggingface.config import AUTO_MAP, OWN, architecture_of, exported_config, imported_config
 from pretrain.convert.huggingface.names import exported_memory, pairs
 from pretrain.convert.huggingface.quantised import RestoredTables
+from pretrain.convert.huggingface.refused import refused
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
@@ -31,7 +32,7 @@ CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json
 _PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
 _REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
 _MAX_CONFIG_BYTES = 2**24
-_BITS = {8: 8, 4: 4}
+_BITS = (8, 4)
 _PICKLE = "pytorch_model.bin"
 
 
@@ -166,7 +167,7 @@ class Imported:
 
 
 def open_folder(folder: Path) -> Imported:
-    """Open a Llama, a Qwen3 or an exported model to train it on.
+    """Open a Llama, a Qwen, a Mistral or an exported model to train it on.
 
     Raises:
         CheckpointError: it is damaged, or of a model that ours cannot be.
@@ -214,14 +215,18 @@ def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
     memory = content.get("memory") if content.get("architectures") == [OWN] else None
     if not isinstance(memory, dict) or memory.get("table_bits") is None:
         return source
+    bits = memory["table_bits"]
+    if type(bits) is not int or bits not in _BITS:
+        allowed = " or ".join(map(str, _BITS))
+        raise refused(str(folder / CONFIG_FILE), "memory.table_bits", bits, f"it may be null, {allowed}")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     try:
-        return RestoredTables(source, _BITS[memory["table_bits"]], memory["tables"], dtypes[content["dtype"]])
+        return RestoredTables(source, bits, memory["tables"], dtypes[content["dtype"]])
     except (KeyError, TypeError, AttributeError) as error:
         path = folder / CONFIG_FILE
         raise CheckpointError(
-            f"{path}: memory.table_bits is {memory['table_bits']}, which says nothing of the tables ({error!r}): copy the "
-            "folder again"
+            f"{path}: memory.table_bits is {bits}, and nothing says how wide tables are, or of which dtype ({error!r}): copy "
+            "the folder again"
         ) from error
 
 

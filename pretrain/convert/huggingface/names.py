@@ -1,6 +1,6 @@
 """Our tensors and Hugging Face's: the same numbers, cut and named otherwise.
 
-Dense models have the names of Llama and Qwen3. Memories keep the names of their own weights. All pairs are rectangles of
+Dense models have the names of Llama, Qwen2 and Qwen3. Memories keep the names of their own weights. All pairs are rectangles of
 equal shape, so the list goes both ways.
 
 Legend: D hidden size, F inner width of a feed-forward, n query heads, g key/value heads, d width of a head.
@@ -112,13 +112,16 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
     """Megatron's fused rows are, per key/value head: its queries, its key, its value."""
     hidden, width, groups = model.hidden_size, model.attention_head_dim, model.query_groups
     queries = model.num_attention_heads // groups * width
+    # A bias has rows of one element.
+    parts: dict[str, tuple[int, ...]] = {"weight": (hidden,), **({"bias": ()} if model.qkv_bias else {})}
     for group in range(groups):
         start = group * (queries + 2 * width)
         for side, rows, before in (("q", queries, 0), ("k", width, queries), ("v", width, queries + width)):
-            yield Pair(
-                Region(f"{ours}linear_qkv.weight", (start + before, 0), (rows, hidden)),
-                Region(f"{theirs}{side}_proj.weight", (group * rows, 0), (rows, hidden)),
-            )
+            for part, row in parts.items():
+                yield Pair(
+                    Region(f"{ours}linear_qkv.{part}", (start + before, *(0 for _ in row)), (rows, *row)),
+                    Region(f"{theirs}{side}_proj.{part}", (group * rows, *(0 for _ in row)), (rows, *row)),
+                )
     if model.qk_norm:
         for side in "qk":
             yield _whole(f"{ours}{side}_layernorm.weight", f"{theirs}{side}_norm.weight", (width,))

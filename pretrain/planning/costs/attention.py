@@ -33,6 +33,11 @@ def attention_gains(model: ModelConfig) -> int:
     return 2 * model.attention_head_dim if model.latent_attention is None else _latent_widths(model.latent_attention)
 
 
+def attention_biases(model: ModelConfig) -> int:
+    """Biases of a block's queries, keys and values, which tensor-parallel ranks split: d (n + 2 g)."""
+    return model.qkv_bias * model.attention_head_dim * (model.num_attention_heads + 2 * model.query_groups)
+
+
 def norm_weights(model: ModelConfig, block: BlockPlan) -> int:
     """Gains and biases of a block's norms, which every rank has."""
     return (block.num_norms + block.has_layer_norm) * model.hidden_size + attention_gains(model)

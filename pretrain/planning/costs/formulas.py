@@ -20,7 +20,7 @@ from megamem.placed import PlacedMemory
 from megamem.spans import count_memory_layers
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
+from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection
 
 # Fields of `ParameterCounts` that count a share of another field.
@@ -33,7 +33,7 @@ class ParameterCounts:
 
     Attributes:
         embedding: input embedding and, if it is untied, output projection, with padded rows.
-        attention: query, key, value and output projections, or, with latents, their own.
+        attention: query, key, value and output projections with their biases, or, with latents, their own.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
         multi_token: the branch that predicts further tokens: blocks, projections and norms.
@@ -85,7 +85,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     ffn, experts, idle = _ffn_parameters(model)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=sum_over_blocks(model, partial(attention_weights, model)),
+        attention=_attention_products(model) + model.num_layers * attention_biases(model),
         ffn=ffn,
         norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
         multi_token=model.num_branch_blocks * (_plain_block(model) + branch_projection(model) + branch_norms(model)),
@@ -109,7 +109,13 @@ def _read_by_lookup(memory: MemoryConfig) -> int:
 
 def _plain_block(model: ModelConfig) -> int:
     """Weights of a block without a memory."""
-    return attention_weights(model, PLAIN) + norm_weights(model, PLAIN) + 3 * model.hidden_size * model.ffn_hidden_size
+    attention = attention_weights(model, PLAIN) + attention_biases(model)
+    return attention + norm_weights(model, PLAIN) + 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def _attention_products(model: ModelConfig) -> int:
+    """Weights of all projections of attention, whose biases cost no product."""
+    return sum_over_blocks(model, partial(attention_weights, model))
 
 
 def _shared_parameters(model: ModelConfig) -> int:
@@ -149,7 +155,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    attention = counts.attention + sum_over_blocks(model, partial(projected_twice, model))
+    attention = _attention_products(model) + sum_over_blocks(model, partial(projected_twice, model))
     flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
     num_blocks = model.num_layers + model.num_branch_blocks
     return flops + branch_flops(model) + num_blocks * attended_flops(model, sequence_length) + memory_flops(model)

@@ -17,7 +17,7 @@ from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
+from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection
 from pretrain.planning.costs.matrices import HiddenMatrices
 
@@ -334,7 +334,7 @@ def _block_weights(model: ModelConfig, block: BlockPlan) -> tuple[int, int, int]
     """Weights of a block without its memory that tensor-parallel ranks split, that all hold, and of experts; see
     `count_parameters`."""
     width = model.hidden_size
-    split, norms = attention_weights(model, block), norm_weights(model, block)
+    split, norms = attention_weights(model, block) + attention_biases(model), norm_weights(model, block)
     if not block.has_ffn:
         return split, norms, 0
     if model.moe is None:

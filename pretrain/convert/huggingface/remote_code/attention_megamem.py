@@ -30,10 +30,11 @@ class MegamemRMSNorm(nn.Module):
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
+        # Engines know such a module by its class's name, read this, and put their own norm there.
+        self.eps = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_normalise(x, self.weight, self.epsilon)
+        return rms_normalise(x, self.weight, self.eps)
 
 
 class MegamemLayerNorm(nn.Module):
@@ -94,9 +95,9 @@ class MegamemAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False) if projects else nn.Identity()
         self.q_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()

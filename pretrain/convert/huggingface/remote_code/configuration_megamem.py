@@ -13,6 +13,7 @@ class MegamemConfig(PreTrainedConfig):
     Attributes:
         rope_parameters: `rope_theta`, and `rope_type` with its keys: "default", "linear", "yarn" or "llama3".
         qk_norm: RMS-normalise queries and keys per head before RoPE.
+        qkv_bias: Add biases to queries, keys and values.
         latent_attention: None, or keys and values of all heads are made of one latent per token: `latent_dim`, its width;
             `rotary_dim`, columns of a head that RoPE turns, whose keys all heads share; `query_latent_dim`, the width of
             a latent that queries are made of, or None. `qk_norm` then normalises the latents.
@@ -71,6 +72,7 @@ class MegamemConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     qk_norm: bool = True
+    qkv_bias: bool = False
     latent_attention: Any = None
     tie_word_embeddings: bool = True
     use_cache: bool = True

@@ -9,6 +9,7 @@ with gates of their own.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from .configuration_megamem import MegamemConfig
 from .memory_megamem import LookUp
 
+# Where engines say which tensor-parallel rank this is.
+_ENGINES = ("vllm.distributed", "sglang.srt.distributed")
 # Bound the rows that are read at a time, [T, M, V].
 _TOKENS_AT_A_TIME = 512
 
@@ -44,6 +47,13 @@ def rows_of(ids: Tensor, rows_per_token: int) -> Tensor:
     return ids.flatten().unsqueeze(1) * rows_per_token + torch.arange(rows_per_token, device=ids.device)
 
 
+def _tensor_rank(engine: Any) -> tuple[int, int] | None:
+    """This tensor-parallel rank and how many there are, of an engine that runs; None: it does not."""
+    if engine is None:
+        return None
+    return engine.get_tensor_model_parallel_rank(), engine.get_tensor_model_parallel_world_size()
+
+
 class MegamemMixedValues(nn.Module):
     """g_0 v + sum_i g_i E[w, i] with g = 2 sigmoid(W x), a gate for each part of the columns and slot; without a gate of
     the value's own g_0 is 1.
@@ -60,21 +70,38 @@ class MegamemMixedValues(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(layer["weights"]["gate_proj"]))
 
     def forward(self, values: Tensor, x: Tensor, ids: Tensor, look_up: LookUp) -> Tensor:
-        """Mixed values [b, s, V], or latents, of those and attention's input [b, s, D]."""
-        if values.shape[-1] != self.memory["tables"]["values"]:
-            raise ValueError(
-                f"block {self.layer['block']}: the memory mixes its rows into all heads of attention, and tensor "
-                "parallelism split them: run this model with a tensor-parallel size of 1"
-            )
+        """Mixed values [b, s, V], or latents, of those and attention's input [b, s, D]; or a tensor-parallel rank's
+        columns of them."""
+        kept = self._columns(values.shape[-1])
         parts, slots = self.memory["num_gate_heads"], self.memory["rows_per_token"]
         gates = 2 * torch.sigmoid(F.linear(x.flatten(0, 1), self.gate_proj).unflatten(1, (parts, -1)))
         rows, of_rows = rows_of(ids.to(x.device), slots), gates[:, :, -slots:].transpose(1, 2)
         pieces = zip(rows.split(_TOKENS_AT_A_TIME), of_rows.split(_TOKENS_AT_A_TIME), strict=True)
-        read = torch.cat([look_up(some, gate, None, None).to(x.device) for some, gate in pieces]).view_as(values)
+        read = torch.cat([look_up(some, gate, None, None).to(x.device)[:, kept] for some, gate in pieces])
         if gates.shape[2] == slots:
-            return values + read
-        own = gates[:, :, :1] * values.flatten(0, 1).unflatten(1, (parts, -1))
-        return own.view_as(values) + read
+            return values + read.view_as(values)
+        of_columns = gates[:, :, 0].repeat_interleave(self.memory["tables"]["values"] // parts, 1)[:, kept]
+        return of_columns.view_as(values) * values + read.view_as(values)
+
+    def _columns(self, count: int) -> slice:
+        """Columns of all values that a rank with so many of them has, in an engine that split attention's heads.
+
+        Raises:
+            ValueError: nobody says which.
+        """
+        width = self.memory["tables"]["values"]
+        if count == width:
+            return slice(None)
+        rank = next((found for name in _ENGINES if (found := _tensor_rank(sys.modules.get(name)))), None)
+        if rank is None or width % count:
+            raise ValueError(
+                f"block {self.layer['block']}: the memory mixes its rows into all heads of attention, tensor parallelism "
+                "split them, and nobody says which are here: run this model with a tensor-parallel size of 1"
+            )
+        number, size = rank
+        # Fewer heads than ranks are on several.
+        first = number * (width // count) // size * count
+        return slice(first, first + count)
 
 
 class MegamemSharedRead(nn.Module):
