@@ -37,20 +37,29 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredItem:
-    """A part of a tensor as `torch.save` wrote it into a file.
+class StoredObject:
+    """Something that `torch.save` wrote into a file.
 
     Attributes:
-        region: its tensor and its place in it.
         file: name of the file in the checkpoint's folder.
-        start: first byte of the item in the file.
-        num_bytes: of the item, the envelope of `torch.save` included.
+        start: first byte of it in the file.
+        num_bytes: of it, the envelope of `torch.save` included.
     """
 
-    region: Region
     file: str
     start: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredItem(StoredObject):
+    """A part of a tensor.
+
+    Attributes:
+        region: its tensor and its place in it.
+    """
+
+    region: Region
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,12 @@ class Index:
     Attributes:
         stored: global shapes and dtypes, by name.
         items: the parts of each tensor, which do not overlap, by name.
+        objects: by name what is no tensor, and was written by other programs.
     """
 
     stored: Mapping[str, StoredTensor]
     items: Mapping[str, tuple[StoredItem, ...]]
+    objects: Mapping[str, StoredObject]
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -99,16 +110,17 @@ def _index_of(record: Any, folder: Path) -> Index:
     places = {(key.fqn, tuple(key.offset or ())): place for key, place in (record.storage_data or {}).items()}
     tensors: dict[str, StoredTensor] = {}
     items: dict[str, tuple[StoredItem, ...]] = {}
+    objects: dict[str, StoredObject] = {}
     for name, entry in record.state_dict_metadata.items():
         if not isinstance(entry, TensorRecord):
-            # Pickled objects of other programs: none of ours has any, and nothing of ours reads one.
+            objects[name] = _object(name, places.get((name, ())), folder, sizes)
             continue
         tensors[name] = StoredTensor(_extent(name, entry.size), entry.properties.dtype)
         items[name] = tuple(_item(name, tensors[name], part, places, folder, sizes) for part in entry.chunks)
         total = sum(item.region.numel for item in items[name])
         if total > math.prod(tensors[name].shape):
             raise ValueError(f"the parts of {name} have {total} elements, more than its shape {tensors[name].shape}")
-    return Index(tensors, items)
+    return Index(tensors, items, objects)
 
 
 def _item(
@@ -126,9 +138,18 @@ def _item(
     )
     if not inside:
         raise ValueError(f"a part of {name}, {region.offset} + {region.shape}, is not inside of {tensor.shape}")
-    place = places.get((name, region.offset))
+    where = _object(name, places.get((name, region.offset)), folder, sizes)
+    if region.numel * DTYPE_BYTES[tensor.dtype] > where.num_bytes:
+        raise ValueError(
+            f"a part of {name} has {region.numel} elements of torch.{tensor.dtype} in {where.num_bytes} bytes"
+        )
+    return StoredItem(where.file, where.start, where.num_bytes, region)
+
+
+def _object(name: str, place: Any, folder: Path, sizes: dict[str, int]) -> StoredObject:
+    """Place in a file, given its record; `sizes` remembers the sizes of files."""
     if place is None:
-        raise ValueError(f"the part of {name} at {region.offset} is in no file")
+        raise ValueError(f"a part of {name} is in no file")
     file, start, num_bytes = place.relative_path, place.offset, place.length
     if not isinstance(file, str) or file != Path(file).name or file in (".", ".."):
         raise ValueError(f"{name} would be in {file!r}, which is no file of this folder")
@@ -138,9 +159,7 @@ def _item(
         sizes[file] = (folder / file).stat().st_size
     if not (0 <= start <= start + num_bytes <= sizes[file]):
         raise ValueError(f"a part of {name} would be at {start} + {num_bytes} of {file}, which has {sizes[file]} bytes")
-    if region.numel * DTYPE_BYTES[tensor.dtype] > num_bytes:
-        raise ValueError(f"a part of {name} has {region.numel} elements of torch.{tensor.dtype} in {num_bytes} bytes")
-    return StoredItem(region, file, start, num_bytes)
+    return StoredObject(file, start, num_bytes)
 
 
 def _extent(name: str, numbers: Any) -> tuple[int, ...]:

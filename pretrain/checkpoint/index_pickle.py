@@ -29,8 +29,9 @@ _MOST_FIELDS = 32
 class Record:
     """An object of the index: the fields of its class, without the behaviour."""
 
-    # Left out of the pickle where it is None.
+    # Left out of the pickle where they are None.
     transform_descriptors: Any = None
+    offset: Any = None
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict) or len(state) > _MOST_FIELDS:

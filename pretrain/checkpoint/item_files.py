@@ -168,7 +168,7 @@ def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event)
                 raise SaveAbandonedError(path.name)
             start = file.num_bytes
             torch.save(with_storage_of_its_own(tensor), file)  # type: ignore[arg-type]
-            items.append(StoredItem(region, path.name, start, file.num_bytes - start))
+            items.append(StoredItem(path.name, start, file.num_bytes - start, region))
     return WrittenFile(path.name, file.recorded, tuple(items))
 
 

@@ -130,8 +130,8 @@ class Conversion(Protocol):
         ...
 
 
-class CheckpointFormat(Protocol):
-    """A format of checkpoints."""
+class SourceFormat(Protocol):
+    """A format of checkpoints that are read."""
 
     @property
     def name(self) -> str:
@@ -139,8 +139,8 @@ class CheckpointFormat(Protocol):
         ...
 
     @property
-    def holds_optimizer(self) -> bool:
-        """Tell whether it can hold the optimizer's state."""
+    def takes_config(self) -> bool:
+        """Tell whether a person may name the configuration, which such a checkpoint may not have."""
         ...
 
     def is_at(self, path: Path) -> bool:
@@ -156,7 +156,17 @@ class CheckpointFormat(Protocol):
 
         Raises:
             CheckpointError: it is damaged, or of something that cannot be represented.
+            ConfigError: it needs a configuration that was not given, or the given one is not of its model.
         """
+        ...
+
+
+class CheckpointFormat(SourceFormat, Protocol):
+    """A format of checkpoints that are also written."""
+
+    @property
+    def holds_optimizer(self) -> bool:
+        """Tell whether it can hold the optimizer's state."""
         ...
 
     def convert(self, source: OpenedCheckpoint, target: Target) -> Conversion:

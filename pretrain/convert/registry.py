@@ -6,16 +6,18 @@ from pathlib import Path
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import did_you_mean_path
-from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint
+from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint, SourceFormat
 from pretrain.convert.huggingface.format import HuggingFaceFormat
-from pretrain.convert.names import RELEASED
+from pretrain.convert.megatron.format import MegatronFormat
 from pretrain.convert.native.format import NativeFormat
 from pretrain.convert.released.format import ReleasedFormat
 from pretrain.errors import CheckpointError, ConfigError
 
 _EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), ReleasedFormat())
 FORMATS = {each.name: each for each in _EVERY}
-"""Formats by name, in the order in which a path is tried."""
+"""Those that are written, by name."""
+_SOURCES: tuple[SourceFormat, ...] = (*_EVERY, MegatronFormat())
+"""In the order in which a path is tried."""
 
 
 def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | None = None) -> OpenedCheckpoint:
@@ -31,12 +33,12 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder{did_you_mean_path(path)}")
-    for each in FORMATS.values():
+    for each in _SOURCES:
         if each.is_at(path):
-            if config is not None and each.name != RELEASED:
+            if config is not None and not each.takes_config:
                 raise ConfigError(f"--config: {path} has a configuration of its own ({each.name}): leave it out")
             return each.open(path, step, config)
     raise CheckpointError(
-        f"{path} is no checkpoint of a known format ({', '.join(FORMATS)}): name a run's folder, one of its "
+        f"{path} is no checkpoint of a known format ({', '.join(each.name for each in _SOURCES)}): name a run's folder, one of its "
         "checkpoints, or a folder of another format"
     )

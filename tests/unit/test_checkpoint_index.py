@@ -49,11 +49,11 @@ def test_ours_is_read_by_us_and_by_pytorch(tmp_path: Path) -> None:
     with (tmp_path / "some.distcp").open("wb") as file:
         for region, part in parts.items():
             torch.save(part.clone(), file)
-            items.append(StoredItem(region, "some.distcp", start, file.tell() - start))
+            items.append(StoredItem("some.distcp", start, file.tell() - start, region))
             start = file.tell()
     tensors = {"table": TensorInfo((4, 3), torch.float32)}
     (tmp_path / ".metadata").write_bytes(pickled_index(tensors, reversed(items)))
-    assert read_index(tmp_path) == Index({"table": StoredTensor((4, 3), "float32")}, {"table": tuple(items)})
+    assert read_index(tmp_path) == Index({"table": StoredTensor((4, 3), "float32")}, {"table": tuple(items)}, {})
     found = {"table": torch.empty(4, 3)}
     torch_checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(found["table"], table)

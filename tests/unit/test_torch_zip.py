@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor, fits
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
-from pretrain.checkpoint.store.torch_pickle import Inert
+from pretrain.checkpoint.store.torch_pickle import Inert, Settings
 from pretrain.checkpoint.store.torch_zip import open_zip
 from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
 from pretrain.errors import CheckpointError
@@ -127,8 +127,10 @@ def test_other_objects_are_inert(tmp_path: Path) -> None:
         )
     )
     args = tree["args"]
-    assert isinstance(args, Inert)
-    assert (args.module, args.name) == ("argparse", "Namespace")
+    assert isinstance(args, Settings)
+    assert args.values["width"] == 8
+    assert isinstance(path := args.values["path"], Inert)
+    assert (path.module, path.name) == ("pathlib", "PurePosixPath")
     assert tree["dtype"] is torch.bfloat16
     assert tree["rng"][0]["torch"].read().tolist() == [1, 2]
     assert tree["ordered"] == {"a": 1}

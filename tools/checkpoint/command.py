@@ -48,6 +48,7 @@ examples:
   megamem checkpoint convert runs/a runs/b --tensor 4 --pipeline 2 --memory 8
   megamem checkpoint convert runs/a exported --format huggingface --dtype bf16
   megamem checkpoint convert Llama-3.2-1B runs/llama
+  megamem checkpoint convert megatron/checkpoints runs/theirs --step 50000
 
 The format of SOURCE is detected. One process, without GPUs, within --max-memory whatever the size of the tables. The
 result is written beside DESTINATION, read back and compared, and gets its name when it is equal; after a kill the same
@@ -124,7 +125,10 @@ def _add_convert(commands: Any) -> None:
         help="keep the optimizer's state (the default where source and format can have it; an error where they cannot)",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (released)"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the model's configuration, for a SOURCE that has none (released, megatron-lm)",
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the written weights (default: as they are)")
     parser.add_argument(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class TorchDistReader:
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
-        self._tensors, self._parts = index.tensors, index.items
+        self._tensors, self._parts, self._objects = index.tensors, index.items, index.objects
         self._item = lru_cache(_NUM_OPEN_ITEMS)(self.item)
         # [parts, dimensions] first positions, and those after the last, of every tensor's parts.
         self._edges = {
@@ -66,6 +67,15 @@ class TorchDistReader:
                 f"{found}. Use another checkpoint"
             )
         return result
+
+    def loaded(self, name: str) -> Any:
+        """Read an object that is no tensor, and run nothing of it (see `open_zip`); None: there is none of this name.
+
+        Raises:
+            CheckpointError: it is not where the index says.
+        """
+        place = self._objects.get(name)
+        return None if place is None else open_zip(self.folder / place.file, place.start, place.num_bytes)
 
     def item(self, part: StoredItem) -> LazyTensor:
         """A part, without reading its elements.

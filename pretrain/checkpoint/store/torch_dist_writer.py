@@ -109,7 +109,7 @@ def write_index(
 ) -> None:
     """Write the index of finished files, and the two small files that Megatron expects beside it."""
     items = [
-        StoredItem(part, Path(file.name).name, start, length)
+        StoredItem(Path(file.name).name, start, length, part)
         for file, done in zip(files, written, strict=True)
         for part, (start, length) in zip(file.parts, done.notes["items"], strict=True)
     ]

@@ -1,7 +1,8 @@
 """The pickle inside of a file that `torch.save` wrote, read without running anything that it names.
 
-Tensors and plain values come back as what they are. An object of any other class becomes an `Inert`, which knows the
-class's name alone: nothing of it is imported or called, and what the pickle would have given it is dropped.
+Tensors and plain values come back as what they are, and so do a program's arguments (`Settings`). An object of any other
+class becomes an `Inert`, which knows the class's name alone: nothing of it is imported or called, and what the pickle
+would have given it is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,6 +66,17 @@ class Inert:
         return f"<{self.module}.{self.name}, not loaded>"
 
 
+class Settings:
+    """An `argparse.Namespace`, as values by name."""
+
+    values: Mapping[str, Any] = MappingProxyType({})
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise pickle.UnpicklingError("it wants a namespace of other things than values by name")
+        self.values = state
+
+
 class LazyUnpickler(pickle.Unpickler):
     """Reads a pickle of `torch.save`.
 
@@ -78,6 +91,7 @@ class LazyUnpickler(pickle.Unpickler):
         self._stored = stored
         self._classes: dict[tuple[str, str], type[Inert]] = {}
         self._known: dict[tuple[str, str], Any] = {
+            ("argparse", "Namespace"): Settings,
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): torch.Size,
             ("builtins", "set"): set,

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's: models of ours for transformers, and Llama and Qwen3 to train on."""
+"""Folders of Hugging Face's: models of ours for transformers, and Llama, Qwen and Mistral to train on."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class HuggingFaceFormat:
     """See `CheckpointFormat`."""
 
     name = HUGGINGFACE
+    takes_config = False
     holds_optimizer = False
 
     def is_at(self, path: Path) -> bool:

@@ -42,6 +42,7 @@ class NativeFormat:
     """See `CheckpointFormat`."""
 
     name = NATIVE
+    takes_config = False
     holds_optimizer = True
 
     def is_at(self, path: Path) -> bool:

@@ -28,6 +28,7 @@ class ReleasedFormat:
     """See `CheckpointFormat`."""
 
     name = RELEASED
+    takes_config = True
     holds_optimizer = False
 
     def is_at(self, path: Path) -> bool:
