@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.config.suggest import did_you_mean_path
+from pretrain.errors import CheckpointError, ConfigError
 from tools.parsers import add_command
 
 _EPILOG = """\
@@ -74,7 +76,7 @@ def _transformers(served: Served) -> list[str]:
             f"--options is {shlex.join(served.options)}, words for vLLM, and transformers serves: leave it out"
         )
     script = Path(__file__).with_name("transformers_server.py")
-    return [str(script), str(served.folder), served.host, str(served.port), json.dumps(served.overrides)]
+    return [str(script), str(served.folder), served.name, served.host, str(served.port), json.dumps(served.overrides)]
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Export the model if that has not been done, and become the server."""
+    if not args.source.exists():
+        raise CheckpointError(f"{args.source}: no such file or folder{did_you_mean_path(args.source)}")
+    _refuse_taken_address(args.host, args.port)
     python = shutil.which(args.python)
     if python is None:
         raise ConfigError(f"--python is {args.python}, which is no program: name the engine's interpreter")
@@ -163,6 +168,23 @@ def run_serve(args: argparse.Namespace) -> int:
     print(f"{engine}: {shlex.join(command)}\nhttp://{args.host}:{args.port}/v1", flush=True)
     # Signals, output and exit code are the server's. What is in this folder is no package for it.
     os.execve(python, command, {**os.environ, "PYTHONSAFEPATH": "1"})
+
+
+def _refuse_taken_address(host: str, port: int) -> None:
+    """Refuse an address before minutes of loading, after which an engine would."""
+    try:
+        if not 0 < port < 2**16:
+            raise OverflowError("ports are numbers from 1 to 65535")
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do: what a server that ended leaves behind is no hindrance.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--host is {host} and --port is {port}, where nothing can be served ({reason}): name others"
+        ) from error
 
 
 def _engine(wanted: str, python: str) -> str:

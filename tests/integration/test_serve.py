@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, sav
     assert second.code == 7, second.output
     script, *given = json.loads(log.read_text())["words"]
     assert Path(script).name == "transformers_server.py"
-    assert given == [str(folder), "0.0.0.0", "9000", '{"memory_device": "cpu"}']
+    assert given == [str(folder), folder.name, "0.0.0.0", "9000", '{"memory_device": "cpu"}']
     assert (folder / "config.json").stat().st_mtime_ns == written
     hot = megamem("serve", run, *options, "--tables", "int4", "--map-tables", "--hot-rows", 64)
     assert hot.code == 7, hot.output
@@ -64,7 +65,20 @@ def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp
     vllm, log = engine_stand_in(tmp_path / "vllm", "vllm")
     transformers, _ = engine_stand_in(tmp_path / "transformers", *SERVING)
     some, _ = engine_stand_in(tmp_path / "some", *SERVING[:3])
+    nowhere = megamem("serve", tmp_path / "exporte")
+    assert (nowhere.code, "no such file or folder" in nowhere.output) == (4, True), nowhere.output
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        busy = megamem("serve", folder, "--python", vllm, "--port", port)
+    assert (busy.code, f"--port is {port}, where nothing can be served (Address already in use)" in busy.output) == (
+        2,
+        True,
+    )
     for words, text in (
+        ((folder, "--python", vllm, "--port", 70000), "--port is 70000, where nothing can be served"),
+        ((folder, "--python", vllm, "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         ((folder, "--python", vllm, "--step", 3), "--step: "),
         ((folder, "--python", vllm, "--dtype", "bf16"), "--dtype: "),
         ((folder, "--python", vllm, "--hot-rows", 8), "--hot-rows is 8: "),
@@ -97,6 +111,17 @@ def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp
     assert megamem("serve", folder, "--python", vllm).code == 7
     assert "--trust-remote-code" not in json.loads(log.read_text())["words"]
     assert "has no memory" in megamem("serve", folder, "--python", vllm, "--map-tables").output
+
+
+def code_of(port: int, path: str, body: dict[str, Any]) -> int:
+    """HTTP's code of the answer to a request."""
+    address = f"http://127.0.0.1:{port}/v1/{path}"
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not set: `make serve-check` installs vLLM, and sets it")
@@ -150,7 +175,17 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
             )
             with urllib.request.urlopen(request, timeout=120) as answer:
                 (choice,) = json.load(answer)["choices"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120) as answer:
+                names = [each["id"] for each in json.load(answer)["data"]]
+            refused = [
+                code_of(port, "completions", wrong)
+                for wrong in ({"max_tokens": 3}, {"prompt": PROMPT, "max_tokens": 10**6}, {**body, "model": "another"})
+            ]
+            message = {"role": "user", "content": PROMPT}
+            refused.append(code_of(port, "chat/completions", {"model": "run", "messages": [message]}))
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=120)
     assert (PROMPT + choice["text"]).rstrip("\n") == expected.rstrip("\n")
+    assert names == ["run"]
+    assert all(400 <= code < 500 for code in refused), refused
