@@ -90,7 +90,7 @@ def test_no_token_reads_what_a_later_one_of_its_sequence_asks_for() -> None:
 def test_verdicts() -> None:
     beaten = {name: [3.2, 3.3] for name in NEEDED}
     assert verdict([3.0, 3.1], beaten).startswith(
-        "memory: it beats every control of it with every seed (ahead of one_row by +0.2"
+        "memory: it beats one_row, random_rows, others_rows and equal_flops with every seed (ahead of one_row by +0.2"
     )
     close = {**beaten, "one_row": [3.2, 3.05], "experts": [2.9, 2.9]}
     words = verdict([3.0, 3.1], close)

@@ -95,16 +95,12 @@ def _with_control(config: RunConfig, control: Control) -> RunConfig:
 
 
 def _experts(config: RunConfig) -> RunConfig | None:
-    if config.model.moe is not None:
+    twin = dense_twin(config)
+    if twin is None:
         return None
     counts = count_parameters(config.model)
     solved = solve_experts(config.model, active=counts.active, total=counts.total, width_multiple=1)
-    twin = dense_twin(config)
-    return (
-        None
-        if twin is None
-        else replace(twin, model=replace(config.model, memory=None, second_memory=None, moe=solved.moe))
-    )
+    return replace(twin, model=replace(config.model, memory=None, second_memory=None, moe=solved.moe))
 
 
 def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> str:
@@ -126,7 +122,7 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
     elif of_needed:
         judged = f"not shown to be memory, as it does not beat {', '.join(of_needed)} with every seed"
     else:
-        judged = "memory: it beats every control of it with every seed"
+        judged = f"memory: it beats {', '.join(NEEDED[:-1])} and {NEEDED[-1]} with every seed"
     seeds = "" if len(own) > 1 else " One seed says little."
     leads = "; ".join(
         f"{words} {', '.join(lead for _, lead in of)}"
