@@ -60,8 +60,9 @@ class Multiplies(MegatronModule):
         num_served: passes without a token.
     """
 
-    def __init__(self, config: Any, *_: Any, name: str, **__: Any) -> None:
+    def __init__(self, config: Any, memory: PkmConfig, *_: Any, name: str, **__: Any) -> None:
         super().__init__(config=config)
+        self.memory = memory
         self.name, self.cores, self.losses, self.usage, self.num_served = name, None, None, None, 0
 
     @classmethod
