@@ -35,13 +35,17 @@ def test_a_redirection_is_active_inside_and_gone_after(name: str) -> None:
     assert target(name) is before
 
 
-def test_everything_is_restored_after_an_exception() -> None:
-    before = snapshot()
-    with pytest.raises(KeyError, match="in the middle"), cuda_on_cpu():
-        raise KeyError("in the middle")
-    assert snapshot() == before
-    with pytest.raises((RuntimeError, AssertionError)):
-        torch.empty(1, device="cuda")
+def test_everything_is_restored_after_an_exception(run_ranks: Any) -> None:
+    def raise_inside() -> None:
+        before = snapshot()
+        with pytest.raises(KeyError, match="in the middle"), cuda_on_cpu():
+            raise KeyError("in the middle")
+        assert snapshot() == before
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.empty(1, device="cuda")
+
+    # A process that has asked for CUDA starts no ranks any more.
+    run_ranks(raise_inside, 1)
 
 
 def test_everything_is_restored_when_entering_fails(monkeypatch: pytest.MonkeyPatch) -> None:
