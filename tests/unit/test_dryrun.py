@@ -163,7 +163,7 @@ LOOKING_BACK = replace(
 )
 # Two families, both in every stage.
 TWO_FAMILIES = replace(
-    SPLIT,
+    LOOKING_BACK,
     model=replace(
         SPLIT.model,
         memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(blocks=(1, 3))),
@@ -171,8 +171,6 @@ TWO_FAMILIES = replace(
             vocab_size=1024, value_dim=16, rows_per_head=512, placement=PlacementConfig(blocks=(0, 2))
         ),
     ),
-    parallel=ParallelConfig(tensor=2, context=2, memory=4),
-    train=replace(SPLIT.train, recompute="none"),
 )
 # Tables in files: rows of two steps are on the device.
 IN_FILES = replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def losses_without_layers(
     names = [config.model.memory_name(index) for index in range(config.model.num_memory_layers)]
     losses = []
     for name in (None, *names):
-        with _without(chunks, name):
+        with nullcontext() if name is None else without_memory(chunks, name):
             found = evaluate(
                 chunks,
                 held_out,
@@ -97,23 +97,10 @@ def reading_others(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
 
 
 @contextmanager
-def without_memory(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
-    """Within it, no memory adds anything."""
+def without_memory(chunks: Sequence[MemoryGPTModel], name: str | None = None) -> Iterator[None]:
+    """Within it, the memory layer of this name adds nothing, wherever it is; None: no memory layer does."""
     for chunk in chunks:
-        chunk.set_memory_enabled(False)
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.set_memory_enabled(True)
-
-
-@contextmanager
-def _without(chunks: Sequence[MemoryGPTModel], name: str | None) -> Iterator[None]:
-    """Within it, the memory layer of this name adds nothing, wherever it is."""
-    for chunk in chunks:
-        if name is not None:
-            chunk.set_memory_enabled(False, name)
+        chunk.set_memory_enabled(False, name)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pretrain.config.keys import without_ineffective
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.table_gradients import settled
@@ -200,14 +201,7 @@ def dense_twin(config: RunConfig, measure: Measure | None = None, *, multiple: i
     bare = replace(model, memory=None, second_memory=None)
     measure = measure or flops_measure(config.train.sequence_length)
     width = solve_ffn_width(bare, measure, measure(model), multiple=multiple).width
-    return replace(
-        config,
-        model=replace(bare, ffn_hidden_size=width),
-        parallel=replace(config.parallel, memory=1, memory_rows=1),
-        optimizer=replace(
-            config.optimizer, tables="adamw", table_gradients="dense", table_folder=None, value_offload="none"
-        ),
-    )
+    return without_ineffective(replace(config, model=replace(bare, ffn_hidden_size=width)))
 
 
 def _divisors(number: int) -> list[int]:
