@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.evaluation.analysis.losses import reading_others
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.metrics import Curves
 from tools.studies.compare.addresses import Addresses
@@ -85,6 +89,20 @@ def test_no_token_reads_what_a_later_one_of_its_sequence_asks_for() -> None:
     places, sequences = 5, 3
     sequence_of = torch.arange(sequences).expand(places, -1)
     assert not others(sequence_of.flatten()).view(places, sequences).eq(sequence_of).any()
+
+
+def test_a_reader_that_chunks_share_reads_others_rows_once() -> None:
+    def rows_of(bank: Mock) -> list[int]:
+        found: list[int] = bank.read.call_args.args[0].flatten().tolist()
+        return found
+
+    bank, rows = Mock(), torch.arange(3).unsqueeze(1)
+    shared = Mock(lookup=bank)
+    chunks: list[Any] = [SimpleNamespace(memory_layers=[], read_together=[shared]) for _ in range(2)]
+    with reading_others(chunks):
+        shared.lookup.read(rows, rows, None)
+        assert rows_of(bank) == [2, 0, 1]
+    assert shared.lookup is bank
 
 
 def test_verdicts() -> None:

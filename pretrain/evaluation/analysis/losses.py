@@ -85,7 +85,9 @@ def losses_without_layers(
 @contextmanager
 def reading_others(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
     """Within it, every token reads the rows that one of another sequence asks for (`megamem.controls`)."""
-    readers: list[Any] = [reader for chunk in chunks for reader in (*chunk.memory_layers, *chunk.read_together)]
+    # Chunks of one rank share what reads for all layers together.
+    found: list[Any] = [reader for chunk in chunks for reader in (*chunk.memory_layers, *chunk.read_together)]
+    readers = list(dict.fromkeys(found))
     lookups = [reader.lookup for reader in readers]
     for reader in readers:
         reader.lookup = ControlledLookup(reader.lookup, "others_rows")
