@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.common import cpp
 from kernels.common.slices import own_rows, token_slices, vectors_of_entries
+from kernels.common.table_scale import of_scaled
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
@@ -26,7 +27,7 @@ def differentiable(gather_dot: GatherDot, gather_sum: GatherSum, segment_accumul
     def with_gradients(
         table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
     ) -> Tensor:
-        ops = (gather_dot, gather_sum, segment_accumulate)
+        ops = (of_scaled(gather_dot, table), of_scaled(gather_sum, table), segment_accumulate)
         return apply_gather(_GatherDot, table, ids, x, num_groups, bins, *ops)
 
     return with_gradients

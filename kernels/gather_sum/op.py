@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.common import cpp
 from kernels.common.slices import own_rows
+from kernels.common.table_scale import of_scaled
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
@@ -27,7 +28,7 @@ def differentiable(gather_sum: GatherSum, gather_dot: GatherDot, segment_accumul
     def with_gradients(
         table: Tensor, ids: Tensor, coef: Tensor, /, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
-        ops = (gather_sum, gather_dot, segment_accumulate)
+        ops = (of_scaled(gather_sum, table), of_scaled(gather_dot, table), segment_accumulate)
         return apply_gather(_GatherSum, table, ids, coef, bins, num_bins, *ops)
 
     return with_gradients

@@ -4,15 +4,23 @@ After every update, and before the first, a weight is its main weight rounded to
 a cast to nearest even, in fp32 the same bits. So `optimizer.state.param.<weight>` stands for `<weight>`, in its own
 global shape, and the weights of a checkpoint are those that are stored and those that follow. Buffers, and parameters
 that are not trained, have no main weights and are always written.
+
+A table that decays without its rows being touched has a scale, `optimizer.state.scale.<weight>`: its weights, and its main
+weights, are that times what is stored under their names. Whoever reads either takes `scales_in` along.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from pretrain.config.updates import STATE_PREFIX
+from pretrain.config.updates import SCALE, STATE_PREFIX
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.store.tensors import TensorReader
 
 MAIN_PREFIX = f"{STATE_PREFIX}param."
+SCALE_PREFIX = f"{STATE_PREFIX}{SCALE}."
 
 
 def main_name(weight: str) -> str:
@@ -40,4 +48,17 @@ def derived_weights(names: Iterable[str]) -> dict[str, str]:
 
 def is_moment(name: str) -> bool:
     """True if a tensor is of use to the optimizer alone: readers of the weights skip it."""
-    return name.startswith(STATE_PREFIX) and not name.startswith(MAIN_PREFIX)
+    return name.startswith(STATE_PREFIX) and not name.startswith((MAIN_PREFIX, SCALE_PREFIX))
+
+
+def scales_in(reader: TensorReader) -> dict[str, float]:
+    """Scales of the weights in a checkpoint that have one, by name of the weight; see above.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    return {
+        name.removeprefix(SCALE_PREFIX): float(reader.read(info.whole(name)))
+        for name, info in reader.tensors.items()
+        if name.startswith(SCALE_PREFIX)
+    }

@@ -19,6 +19,7 @@ from torch import Tensor
 from pretrain.checkpoint.index import Index, StoredItem
 from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
+from pretrain.checkpoint.store.selected import times
 from pretrain.checkpoint.store.tensors import Region, overlap, slices_in
 from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.errors import CheckpointError
@@ -37,6 +38,7 @@ class Target:
         rounded_to: a dtype that every element is cast to on its way; None: straight to that of `data`.
         rows: a region with a number per row fills `data` [rows, columns] by "spread"ing each over its row; one
             [rows, columns] fills `data` [rows] by the "mean" of each row, all of whose columns it has.
+        factor: that every element is multiplied by on its way, before it is rounded; None: none.
     """
 
     region: Region
@@ -44,6 +46,7 @@ class Target:
     data: Tensor
     rounded_to: torch.dtype | None = None
     rows: Literal["spread", "mean"] | None = None
+    factor: float | None = None
 
 
 def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
@@ -148,6 +151,8 @@ def _copy(stored: LazyTensor, region: Region, target: Target) -> None:
     common = overlap(region, target.region)
     assert common is not None
     source = stored.read(tuple(part.start for part in slices_in(common, region)), common.shape)
+    if target.factor is not None:
+        source = times(source, target.factor)
     if target.rounded_to is not None:
         source = source.to(target.rounded_to)
     place = target.data[slices_in(common, target.region)[: target.data.dim()]]

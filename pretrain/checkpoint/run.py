@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
 from megamem.trained_part import TrainedPart
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.derived import MAIN_PREFIX, derived_weights, main_name
+from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name, scales_in
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.store.tensors import Region
+from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MUON, ROW_WISE, STATE_PREFIX
@@ -83,11 +84,13 @@ def restore_run(
     untrained = [shard for tensor, shard in walk_shards(model) if not is_trained(tensor)]
     state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
     if not with_moments:
-        state = [shard for shard in state if shard.key.startswith(MAIN_PREFIX)]
+        state = [shard for shard in state if not is_moment(shard.key)]
     for shard in state:
-        if not shard.key.startswith(MAIN_PREFIX):
-            # Those that a checkpoint of another update does not have start at zero.
+        # Those that a checkpoint of another update does not have start at zero, and scales at one.
+        if is_moment(shard.key):
             shard.data.zero_()
+        elif shard.key.startswith(SCALE_PREFIX):
+            shard.data.fill_(1)
     stale: list[_Stale] = []
 
     def moments_of_rows(index: Index) -> Iterator[Target]:
@@ -95,14 +98,15 @@ def restore_run(
             stale.append(moments)
             yield last_updates
 
-    load(
-        saved.path,
-        lambda index: [
-            *_weight_targets(untrained, index, saved.weights_dtype),
-            *_state_targets(state, index),
+    def targets_of(index: Index) -> list[Target]:
+        scales = _scales(saved.path, index)
+        return [
+            *_weight_targets(untrained, index, saved.weights_dtype, scales),
+            *_state_targets(state, index, scales),
             *moments_of_rows(index),
-        ],
-    )
+        ]
+
+    load(saved.path, targets_of)
     run = saved.run.training(trained_layers)
     if not with_moments:
         run = run.without_moments()
@@ -131,15 +135,27 @@ def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn
     return updates_of
 
 
-def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Target]:
-    """Targets of main weights and moments. Where the weights were not trained, they are the main weights."""
+def _state_targets(shards: Sequence[ShardedTensor], index: Index, scales: Mapping[str, float]) -> Iterator[Target]:
+    """Targets of main weights, moments and scales. Where the weights were not trained, they are the main weights.
+
+    Args:
+        scales: in the checkpoint, see `scales_in`. Main weights that have one here take what is stored and the scale.
+    """
+    scaled_here = {shard.key.removeprefix(SCALE_PREFIX) for shard in shards if shard.key.startswith(SCALE_PREFIX)}
     for shard in shards:
         weight = shard.key.removeprefix(STATE_PREFIX).partition(".")[2]
-        if weight not in index.tensors or main_name(weight) in index.tensors:
+        is_main = shard.key == main_name(weight)
+        factor = scales.get(weight) if is_main and weight not in scaled_here else None
+        if shard.key.startswith(SCALE_PREFIX):
+            yield from [_target(shard)] if shard.key in index.tensors else []
+        elif weight not in index.tensors or main_name(weight) in index.tensors:
             _check_matrices(shard, weight, index)
-            yield from _of_other_update(shard, weight, index) if shard.key not in index.tensors else [_target(shard)]
-        elif shard.key == main_name(weight):
-            yield _target(shard, weight)
+            if shard.key in index.tensors:
+                yield _target(shard, factor=factor)
+            else:
+                yield from _of_other_update(shard, weight, index)
+        elif is_main:
+            yield _target(shard, weight, factor=factor)
 
 
 def _check_matrices(shard: ShardedTensor, weight: str, index: Index) -> None:
@@ -225,25 +241,45 @@ def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
     """
     shards = [shard for _, shard in walk_shards(_model_entries(chunks))]
     name_of_dtype = folders.read_state(path).weights_dtype
-    load(path, lambda index: list(_weight_targets(shards, index, name_of_dtype)))
+
+    def targets_of(index: Index) -> list[Target]:
+        return [*_weight_targets(shards, index, name_of_dtype, _scales(path, index))]
+
+    load(path, targets_of)
     for chunk in chunks:
         chunk.weights_are_set = True
 
 
-def _weight_targets(shards: Sequence[ShardedTensor], index: Index, name_of_dtype: str | None) -> Iterator[Target]:
+def _scales(path: Path, index: Index) -> dict[str, float]:
+    """See `scales_in`, of the checkpoint in a folder."""
+    if not any(name.startswith(SCALE_PREFIX) for name in index.tensors):
+        return {}
+    return scales_in(TorchDistReader(path, index))
+
+
+def _weight_targets(
+    shards: Sequence[ShardedTensor], index: Index, name_of_dtype: str | None, scales: Mapping[str, float]
+) -> Iterator[Target]:
     derived = derived_weights(index.tensors)
     for shard in shards:
+        factor = scales.get(shard.key)
         if shard.key in derived:
-            yield _target(shard, derived[shard.key], None if name_of_dtype is None else getattr(torch, name_of_dtype))
+            rounded_to = None if name_of_dtype is None else getattr(torch, name_of_dtype)
+            yield _target(shard, derived[shard.key], rounded_to, factor)
         else:
-            yield _target(shard)
+            yield _target(shard, factor=factor)
 
 
-def _target(shard: ShardedTensor, name: str | None = None, rounded_to: torch.dtype | None = None) -> Target:
+def _target(
+    shard: ShardedTensor,
+    name: str | None = None,
+    rounded_to: torch.dtype | None = None,
+    factor: float | None = None,
+) -> Target:
     region = region_of(shard)
     if name is not None:
         region = type(region)(name, region.offset, region.shape)
-    return Target(region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to)
+    return Target(region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to, factor=factor)
 
 
 def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def value_multiplier(
     return start + (end - start) * min(1.0, tokens / (optimizer.value_lr_decay_tokens or decay_tokens))
 
 
+def largest_table_lr(optimizer: OptimizerConfig) -> float:
+    """Largest learning rate that tables can have at a step."""
+    multipliers = [optimizer.value_lr_multiplier, optimizer.value_lr_end_multiplier or 0.0]
+    values = optimizer.lr * max(multipliers) if optimizer.value_lr is None else optimizer.value_lr
+    return max(values, optimizer.lr * (optimizer.pre_value_lr_multiplier or 0.0))
+
+
 def group_settings(
     step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
 ) -> dict[GroupName, tuple[float, float]]:

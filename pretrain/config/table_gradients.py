@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pretrain.config.schedule import largest_table_lr
 from pretrain.config.schema import RunConfig
 
 MOST_READS = 0.5
@@ -71,14 +72,17 @@ def settled(config: RunConfig, num_ranks: int | None) -> RunConfig:
 
 def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, str]]:
     """Reasons for which tables cannot have gradients of rows, each with what to set: it takes one replica of each table, on one
-    stage, without decay."""
+    stage, gradients that our kernels make, and a decay that leaves something."""
     optimizer, parallel = config.optimizer, config.parallel
     decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
-    if decay:
+    if decay * largest_table_lr(optimizer) >= 1:
         yield (
-            f"the tables' weight decay is {decay:g}, which rows that a step does not read would miss",
-            "set optimizer.value_weight_decay: 0",
+            f"the tables' weight decay {decay:g} times their learning rate {largest_table_lr(optimizer):g} is 1 or more, so "
+            "that a step could leave nothing of rows",
+            f"set optimizer.value_weight_decay below {1 / largest_table_lr(optimizer):g}",
         )
+    if config.train.kernels == "naive":
+        yield ("train.kernels is naive, whose gradients PyTorch makes, of all rows", "use train.kernels: auto")
     if parallel.pipeline > 1 and any(bank.on_every_stage for bank in config.model.memory_plan.banks):
         yield (
             f"with parallel.pipeline {parallel.pipeline} every stage holds a copy of a bank, whose gradients are added up",

@@ -62,6 +62,9 @@ ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq", "row_last_update"), has
 """AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`). The moment
 is as of the last update in which the row was read; in fp32 the number of that is exact up to 2^24."""
 
+SCALE = "scale"
+"""Name of a table's scale among what updates keep (`kernels.common.table_scale`): its weights are that times its `param`."""
+
 MUON = Update("muon", per_element=("momentum",))
 """The update of hidden matrices by orthogonalised momentum (`pretrain.engine.muon`)."""
 

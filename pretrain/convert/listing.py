@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.checkpoint.derived import derived_weights
+from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights
 from pretrain.checkpoint.folder import STATE_FILE, SavedState, read_state, step_named
 from pretrain.checkpoint.index import StoredTensor, read_index
 from pretrain.config.schema import RunConfig
@@ -66,7 +66,9 @@ def native_listing(path: Path, step: int | None) -> Listing:
         CheckpointError: it is missing or damaged.
     """
     saved, _ = native_at(path, step)
-    stored = read_index(saved.path).stored
+    # Readers have what scales are of.
+    tensors = read_index(saved.path).stored
+    stored = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALE_PREFIX)}
     dtype = saved.weights_dtype or "float32"
     derived = {name: StoredTensor(stored[main].shape, dtype) for name, main in derived_weights(stored).items()}
     return Listing(saved.path, NATIVE, {**stored, **derived}, saved_config(saved, None), _facts(saved))

@@ -428,7 +428,7 @@ def build_optimizer(
         optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, split))
     if by_row:
         param_groups: list[dict[str, Any]] = [
-            # The schedule sets rates; a decay has been refused.
+            # The schedule sets rates and decays.
             {
                 "params": assigned[name],
                 "name": name,

@@ -110,6 +110,32 @@ def row_entries(leaf: ShardedTensor, start: int, name: str, rows: Tensor) -> dic
     return entries
 
 
+def number_entry(leaf: ShardedTensor, name: str, number: Tensor) -> dict[str, ShardedTensor]:
+    """Checkpoint entry for a number that all parts of a table share.
+
+    The part with the table's first row and column is the one whose copy counts.
+
+    Args:
+        leaf: the rank's part of the table in the model's checkpoint, [rows, columns].
+        name: of the number.
+        number: [1]; the entry is a view of it.
+    """
+    *copies, _ = _without_data_replica(leaf.replica_id)
+    key = f"{STATE_PREFIX}{name}.{leaf.key}"
+    return {
+        key: ShardedTensor(
+            key=key,
+            data=number,
+            dtype=number.dtype,
+            local_shape=(1,),
+            global_shape=(1,),
+            global_offset=(0,),
+            axis_fragmentations=None,
+            replica_id=(*copies, int(any(leaf.global_offset))),
+        )
+    }
+
+
 def _without_data_replica(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     """Copies over pipeline and tensor ranks remain copies; data-parallel ranks each hold another part."""
     assert isinstance(replica_id, tuple)

@@ -19,8 +19,10 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
+from kernels.common.table_scale import TableScale, scale_of
 from megamem.parameters import GroupName
-from pretrain.engine.optimizer_shards import leaves_by_parameter
+from pretrain.config.updates import SCALE
+from pretrain.engine.optimizer_shards import leaves_by_parameter, number_entry
 from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.row_wise import RowWise, rounding_of
 from pretrain.engine.stored_tables import StoredTables
@@ -47,18 +49,49 @@ class HeldRows:
 
 
 class ReadRows(RowWise):
-    """The update by row, of the rows that were read: all that `RowWise` would change, to the bit, without decay."""
+    """The update by row, of the rows that were read: all that `RowWise` would change, to the bit without a decay. A decay is
+    that of the table's scale (`kernels.common.table_scale`)."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """See `RowWise`."""
+        super().__init__(*arguments, **keywords)
+        # As checkpoints have them, in host memory.
+        self._scales = {share: torch.ones(1, dtype=torch.float64, device="cpu") for share in self.shares}
 
     def update_shares(self) -> None:
         """See `UpdateRule.update_shares`. Collective over the ranks that have other columns of the same rows."""
         for share in self.shares:
             gradient = row_gradient_of(share.parameter)
             assert gradient is not None
-            assert share.group["weight_decay"] == 0
+            self._decay(share)
             if gradient.read is not None and gradient.read.rows.numel():
                 assert gradient.sums is not None
                 self._update_rows(share, self.held(share), gradient.read.rows, gradient.read.sources, gradient.sums)
             gradient.clear()
+
+    def _decay(self, share: Share) -> None:
+        scale = _scale(share)
+        fold = scale.decay(1 - share.group["lr"] * share.group["weight_decay"])
+        self._scales[share].fill_(scale.value)
+        if fold is not None:
+            self.multiply(share, fold)
+
+    def multiply(self, share: Share, factor: float) -> None:
+        """Multiply all stored rows of a table by a factor."""
+        share.weights.mul_(factor)
+
+    def set_num_updates(self, share: Share, num_updates: int) -> None:
+        """See `UpdateRule.set_num_updates`."""
+        super().set_num_updates(share, num_updates)
+        saved = self._scales[share]
+        if type(saved) is torch.Tensor:
+            # Host sync: none in host memory. (A dry run's tensors have no values.)
+            _scale(share).value = float(saved)
+
+    def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+        """See `UpdateRule.state_entries`."""
+        (leaf,) = leaves
+        return {**super().state_entries(share, leaves), **number_entry(leaf, SCALE, self._scales[share])}
 
     def held(self, share: Share) -> HeldRows:
         """Rows of the table, and their state, that are on the device: all of them."""
@@ -77,6 +110,8 @@ class ReadRows(RowWise):
         if sources is not None:
             # Rows behind the last repeat the first, which is updated once.
             factors.masked_fill_(sources != torch.arange(len(sources), device=sources.device), 0)
+        if (scale := _scale(share).value) != 1:
+            factors.mul_(1 / scale)
         rounding = rounding_of(held.weights, self.rounding_key(share), place.first_row, place.first_column)
         place.kernels.row_update(held.weights, sums, factors, 1.0, rounding, rows, held.numbers_of(rows))
 
@@ -105,6 +140,10 @@ class StoredRows(ReadRows):
         assert staged is not None
         staged.is_changed = True
         return HeldRows(staged.weights.detach(), staged.state, staged.numbers)
+
+    def multiply(self, share: Share, factor: float) -> None:
+        """See `ReadRows.multiply`."""
+        self._stored.multiply(share.parameter, factor)
 
     def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
         """See `UpdateRule.state_entries`: the files have all updates then, and may be read or loaded."""
@@ -201,6 +240,12 @@ class ReadTables:
             for share in self._shares
             for key, entry in self.rule.state_entries(share, leaves[share.parameter]).items()
         }
+
+
+def _scale(share: Share) -> TableScale:
+    found = scale_of(share.parameter)
+    assert found is not None
+    return found
 
 
 def _gradient(share: Share) -> RowGradient:

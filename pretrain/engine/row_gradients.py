@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
+from kernels.common.table_scale import TableScale
 from megamem.model import MemoryGPTModel
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients, keeps_rows
@@ -29,7 +30,7 @@ def row_gradient_of(parameter: Tensor) -> RowGradient | None:
 @contextmanager
 def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn.Parameter]]:
     """Within the block, the tables whose gradients are not DDP's seem not to be trained. Afterwards they have such
-    gradients, if theirs are rows."""
+    gradients, if theirs are rows, and a scale."""
     tables = [table for bank in chunk.own_banks for table in bank.parameters() if table.requires_grad]
     by_row = keeps_rows(config.optimizer)
     if not by_row and not has_bf16_gradients(config.optimizer):
@@ -41,6 +42,7 @@ def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn
         table.requires_grad_(True)
         if by_row:
             table.row_gradient = RowGradient(*table.shape)  # type: ignore[attr-defined]
+            table.scale = TableScale()  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -24,8 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
+from kernels.common.table_scale import scale_of
 from megamem.model import MemoryGPTModel
 from pretrain.engine.table_files import TableFiles
+
+_ROWS_AT_A_TIME = 1 << 16
+"""Rows of a file that are in memory at once where all of them change."""
 
 
 class Reads(Protocol):
@@ -103,6 +107,8 @@ class StoredTable:
         held = self.staged or self.owner.read(self, rows)
         wanted = rows.to(torch.int64)
         places = torch.searchsorted(held.numbers, wanted, out_int32=True)
+        # Gathers are given what is here.
+        held.weights.scale = scale_of(self.parameter)  # type: ignore[attr-defined]
         assert self.owner.has_all(held, wanted, places), f"a step reads rows of bank {self.bank} that nobody foresaw"
         return held.weights, places
 
@@ -198,6 +204,19 @@ class StoredTables:
             self._ahead[1].result()
             self._ahead = None
         self._files.release()
+
+    @torch.no_grad()
+    def multiply(self, parameter: nn.Parameter, factor: float) -> None:
+        """Multiply all rows of a table by a factor, in its file and of the step that runs."""
+        self.settle()
+        self.forget()
+        for rows in parameter.detach().split(_ROWS_AT_A_TIME):
+            rows.mul_(factor)
+            self._files.release()
+        staged = self._tables[parameter].staged
+        assert staged is not None
+        staged.weights.mul_(factor)
+        staged.is_changed = True
 
     def has_all(self, held: Staged, wanted: Tensor, places: Tensor) -> bool:
         """Tell whether rows are at their places; true without a look on a GPU, which the host would wait for."""

@@ -164,7 +164,9 @@ def test_no_gradient_is_dense_and_a_resumed_run_is_the_straight_one(run_ranks: A
 @pytest.mark.parametrize(
     ("change", "num_ranks", "words"),
     [
-        ({"optimizer": {"value_weight_decay": 0.1}}, 1, ("weight decay is 0.1", "value_weight_decay: 0")),
+        # The tables' rate is 6e-3 at most.
+        ({"optimizer": {"value_weight_decay": 167.0}}, 1, ("is 1 or more", "value_weight_decay below 166.667")),
+        ({"kernels": "naive"}, 1, ("train.kernels is naive", "train.kernels: auto")),
         ({}, 4, ("4 ranks of a pipeline stage hold 4 replicas", "use parallel.memory 4")),
         (
             {"parallel": {"pipeline": 2}, "model": MODELS["tide"]},
@@ -172,11 +174,11 @@ def test_no_gradient_is_dense_and_a_resumed_run_is_the_straight_one(run_ranks: A
             ("every stage holds a copy", "parallel.pipeline: 1"),
         ),
     ],
-    ids=["decay", "replicas", "copies"],
+    ids=["decay", "twins", "replicas", "copies"],
 )
 def test_what_cannot_have_rows_is_refused(change: dict[str, Any], num_ranks: int, words: tuple[str, ...]) -> None:
     config = config_of(change.get("model", SHARED.model), "rows", "fp32")
-    config = replace(config, train=replace(config.train, micro_batch_size=1))
+    config = replace(config, train=replace(config.train, micro_batch_size=1, kernels=change.get("kernels", "auto")))
     config = replace(config, optimizer=replace(config.optimizer, **change.get("optimizer", {})))
     config = replace(config, parallel=replace(config.parallel, **change.get("parallel", {})))
     with pytest.raises(ConfigError) as refused:

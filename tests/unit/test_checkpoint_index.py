@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from pretrain.checkpoint.derived import derived_weights, is_moment, main_name
+from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name
 from pretrain.checkpoint.index import Index, StoredItem, StoredTensor, read_index
 from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
@@ -154,6 +154,6 @@ def test_an_index_cannot_ask_for_more_memory_than_an_index_needs(saved: Path, na
 
 
 def test_weights_follow_from_their_main_weights_unless_they_are_there() -> None:
-    names = ["a", main_name("a"), main_name("b"), "optimizer.state.exp_avg.b", "buffer"]
+    names = ["a", main_name("a"), main_name("b"), f"{SCALE_PREFIX}b", "optimizer.state.exp_avg.b", "buffer"]
     assert derived_weights(names) == {"b": "optimizer.state.param.b"}
     assert [name for name in names if is_moment(name)] == ["optimizer.state.exp_avg.b"]

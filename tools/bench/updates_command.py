@@ -77,8 +77,8 @@ def run_bench_updates(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, change: list[str]) -> dict[str, RunConfig]:
-    """The configuration with tables of one size, in every way: all without weight decay of tables, which gradients of rows
-    refuse."""
+    """The configuration with tables of one size, in every way: all without weight decay of tables, by which dense updates
+    would touch every row."""
     config = load_stage(args.config, [*args.overrides, *change], args.stage)
     if config.model.memory is None:
         raise ConfigError(f"{args.config} has no memory, and so no tables: name a model that has one")

@@ -11,11 +11,20 @@ from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, 
 from pretrain.errors import CheckpointError
 
 
+def times(tensor: Tensor, factor: float) -> Tensor:
+    """A tensor times a factor, in fp32 at least: rounding it to fewer bits is the reader's."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
+
+
 class Selected:
-    """Some of a reader's tensors, under their names or others, and in their dtype or another."""
+    """Some of a reader's tensors, under their names or others, in their dtype or another, and multiplied by a factor or not."""
 
     def __init__(
-        self, source: TensorReader, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        source: TensorReader,
+        names: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        factors: Mapping[str, float] | None = None,
     ) -> None:
         """Select tensors of a reader.
 
@@ -23,8 +32,9 @@ class Selected:
             source: of the tensors.
             names: the name of each there, by its name here.
             dtypes: those that differ from the source's, by the name here.
+            factors: of those that are multiplied, by the name here.
         """
-        self._source, self._names = source, names
+        self._source, self._names, self._factors = source, names, factors or {}
         casts = dtypes or {}
         self._tensors = {
             name: TensorInfo(source.tensors[there].shape, casts.get(name, source.tensors[there].dtype))
@@ -41,7 +51,10 @@ class Selected:
         if region.name not in self._names:
             raise CheckpointError(f"there is no tensor {region.name} in this checkpoint")
         there = Region(self._names[region.name], region.offset, region.shape)
-        return self._source.read(there).to(self._tensors[region.name].dtype)
+        stored = self._source.read(there)
+        if (factor := self._factors.get(region.name)) is not None:
+            stored = times(stored, factor)
+        return stored.to(self._tensors[region.name].dtype)
 
 
 class Joined:

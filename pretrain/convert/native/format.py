@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from parallel.atomic_write import sync
-from pretrain.checkpoint.derived import derived_weights, main_name
+from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, main_name, scales_in
 from pretrain.checkpoint.folder import (
     SavedState,
     complete,
@@ -132,10 +132,11 @@ def _for_target(config: RunConfig, target: Target) -> RunConfig:
 
 
 def _with_derived_weights(stored: TensorReader, saved: SavedState) -> Selected:
-    """All tensors, those too that follow from fp32 main weights."""
-    derived = derived_weights(stored.tensors)
-    names = {**{name: name for name in stored.tensors}, **derived}
-    return Selected(stored, names, dict.fromkeys(derived, getattr(torch, saved.weights_dtype or "float32")))
+    """All tensors, those too that follow from fp32 main weights, and instead of scales what they are of."""
+    derived, scales = derived_weights(stored.tensors), scales_in(stored)
+    names = {**{name: name for name in stored.tensors if not name.startswith(SCALE_PREFIX)}, **derived}
+    factors = {name: scale for weight, scale in scales.items() for name in (weight, main_name(weight))}
+    return Selected(stored, names, dict.fromkeys(derived, getattr(torch, saved.weights_dtype or "float32")), factors)
 
 
 def _files(

@@ -19,7 +19,7 @@ from tools import cli
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
-KEYS = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto", "optimizer.value_weight_decay=0")
+KEYS = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto")
 # 8 sequences of 256 tokens read 64 rows each in one layer: 131,072 of 512^2 rows is one for two.
 SMALL = "model.memory.num_keys=512"
 
@@ -44,7 +44,8 @@ def test_rows_are_taken_up_to_one_read_for_two(num_keys: int, taken: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "num_ranks", "reason"),
     [
-        (("optimizer.value_weight_decay=0.1",), 1, "weight decay is 0.1"),
+        (("optimizer.value_weight_decay=1000", "optimizer.lr=0.01"), 1, "weight decay 1000 times"),
+        (("train.kernels=naive",), 1, "train.kernels is naive"),
         ((), 4, "4 ranks of a pipeline stage hold 4 replicas"),
         (("parallel.memory=2",), 4, "4 ranks of a pipeline stage hold 2 replicas"),
     ],
@@ -101,7 +102,7 @@ def test_the_last_choice_is_what_is_validated_and_estimated() -> None:
 
 def test_every_layer_of_a_model_reads() -> None:
     memory = UltraMemV2Config(num_keys=512, value_dim=32, pre_value_dim=32, top_k=16)
-    optimizer = OptimizerConfig(tables="row_wise", table_gradients="auto", value_weight_decay=0.0)
+    optimizer = OptimizerConfig(tables="row_wise", table_gradients="auto")
     config = quickstart(SMALL)
     model: Any = replace(config.model, memory=memory, num_layers=3)
     choice = chosen(replace(config, model=model, optimizer=optimizer), 1)
