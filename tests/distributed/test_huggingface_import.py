@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from exported import export
-from tiny_runs import SHARED, joined
+from tiny_runs import SHARED, chunk_of, joined
 from torch import Tensor
 
-from megamem.shards import walk_shards
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
-from pretrain.checkpoint.store.tensors import Region
 from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import train_bpe
-from pretrain.engine.build import build_unset_chunks
 from pretrain.errors import CheckpointError
 from tests.whole_tensors import whole_tensors
 
@@ -103,11 +100,7 @@ def imported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             for name, folder in folders.items():
                 opened = open_folder(folder)
                 config = replace(SHARED, model=opened.model)
-                (chunk,) = build_unset_chunks(config, groups, vocab_size=VOCAB_SIZE)
-                for _, shard in walk_shards(chunk.sharded_state_dict()):
-                    region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
-                    shard.data.detach().copy_(opened.tensors.read(region))
-                chunk.weights_are_set = True
+                chunk = chunk_of(config, groups, opened.tensors, VOCAB_SIZE)
                 with torch.no_grad():
                     found[name] = chunk.eval()(tokens(), positions, None)[..., :VOCAB_SIZE]
                 target = folder.with_suffix(".again")

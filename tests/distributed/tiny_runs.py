@@ -25,8 +25,9 @@ from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
+from pretrain.checkpoint.store.tensors import Region, TensorReader
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from pretrain.engine.build import build_chunks, wrap_chunks
+from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.engine.step import Batch
@@ -74,6 +75,16 @@ PRIVATE = replace(
     ),
 )
 """A table per layer, so that one layer may be a chunk; untied embeddings, two heads, no pre-values."""
+
+
+def chunk_of(config: RunConfig, groups: ParallelGroups, weights: TensorReader, vocab_size: int) -> MemoryGPTModel:
+    """A whole model on one rank, with a checkpoint's weights, of any format."""
+    (chunk,) = build_unset_chunks(config, groups, vocab_size=vocab_size)
+    for _, shard in walk_shards(chunk.sharded_state_dict()):
+        region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
+        shard.data.detach().copy_(weights.read(region))
+    chunk.weights_are_set = True
+    return chunk
 
 
 @dataclass

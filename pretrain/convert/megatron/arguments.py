@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megamem.config import ModelConfig
+from megamem.config import ModelConfig, MoEConfig
 from megamem.rotary_config import RotaryScalingConfig
 from pretrain.errors import CheckpointError
 
@@ -29,7 +29,6 @@ _PLAIN: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention_output_gate": (False, (False,)),
     "experimental_attention_variant": (None, (None,)),
     "multi_latent_attention": (False, (False,)),
-    "num_experts": (None, (None,)),
     "mtp_num_layers": (None, (None, 0)),
     "glu_linear_offset": (0.0, (0.0,)),
     "activation_func_clamp_value": (None, (None,)),
@@ -38,6 +37,23 @@ _PLAIN: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hybrid_override_pattern": (None, (None,)),
     "hybrid_layer_pattern": (None, (None,)),
 }
+# The same, of experts.
+_PLAIN_EXPERTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "moe_router_score_function": ("softmax", ("softmax",)),
+    "moe_router_topk_scaling_factor": (None, (None, 1.0)),
+    "moe_router_num_groups": (None, (None,)),
+    "moe_router_group_topk": (None, (None,)),
+    "moe_router_topk_limited_devices": (None, (None,)),
+    "moe_router_force_load_balancing": (False, (False,)),
+    "moe_expert_capacity_factor": (None, (None,)),
+    "moe_expert_rank_capacity_factor": (None, (None,)),
+    "moe_apply_probs_on_input": (False, (False,)),
+    "moe_mlp_glu_interleave_size": (None, (None,)),
+    "moe_shared_expert_intermediate_size": (None, (None,)),
+    "moe_latent_size": (None, (None,)),
+}
+# Ways of balancing experts that leave the choice to the router's scores.
+_BALANCED = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # Megatron-core's constants of `use_rope_scaling`, which is Llama 3.1's.
 _LLAMA3: dict[str, Any] = {"original_length": 8192, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
 
@@ -52,11 +68,7 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
     Raises:
         CheckpointError: naming argument and value of what our models cannot be.
     """
-    for key, (default, ours) in _PLAIN.items():
-        value = arguments.get(key, default)
-        # 0 and 1 are no answers to yes or no.
-        if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in ours):
-            raise _refused(origin, key, value, f"imported models have {ours[0]}")
+    _check_plain(arguments, _PLAIN, origin)
     heads, hidden = _whole(arguments, "num_attention_heads", origin), _whole(arguments, "hidden_size", origin)
     groups = heads
     if arguments.get("group_query_attention", False):
@@ -66,6 +78,9 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
     epsilon = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
     # Rows of the embedding, where only their padded number is known.
     padded = _whole(arguments, "padded_vocab_size", origin)
+    moe = _experts(arguments, origin)
+    # Experts have a width of their own.
+    dense: dict[str, Any] = {} if moe is not None else {"ffn_hidden_size": _whole(arguments, "ffn_hidden_size", origin)}
     try:
         return ModelConfig(
             num_layers=_whole(arguments, "num_layers", origin),
@@ -73,7 +88,8 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
             num_attention_heads=heads,
             num_query_groups=None if groups == heads else groups,
             head_dim=None if head_dim * heads == hidden else head_dim,
-            ffn_hidden_size=_whole(arguments, "ffn_hidden_size", origin),
+            moe=moe,
+            **dense,
             vocab_size=_whole(arguments, "vocab_size", origin, padded),
             tied_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
             qk_norm=bool(arguments.get("qk_layernorm", False)),
@@ -81,6 +97,38 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
             norm_epsilon=_number(arguments, epsilon, origin),
             rotary_base=_whole(arguments, "rotary_base", origin),
             rotary_scaling=_scaling(arguments, origin),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+
+
+def _check_plain(arguments: Mapping[str, Any], plain: Mapping[str, tuple[Any, tuple[Any, ...]]], origin: str) -> None:
+    for key, (default, ours) in plain.items():
+        value = arguments.get(key, default)
+        # 0 and 1 are no answers to yes or no.
+        if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in ours):
+            raise _refused(origin, key, value, f"imported models have {ours[0]}")
+
+
+def _experts(arguments: Mapping[str, Any], origin: str) -> MoEConfig | None:
+    if arguments.get("num_experts") is None:
+        return None
+    _check_plain(arguments, _PLAIN_EXPERTS, origin)
+    # 1, or which blocks have experts.
+    frequency = arguments.get("moe_layer_freq", 1)
+    if any(each != 1 for each in (frequency if isinstance(frequency, list) else [frequency])):
+        raise _refused(origin, "moe_layer_freq", frequency, "imported models have experts in every block")
+    balance = arguments.get("moe_router_load_balancing_type", "aux_loss")
+    if any(each not in _BALANCED for each in (balance if isinstance(balance, list) else [balance])):
+        raise _refused(origin, "moe_router_load_balancing_type", balance, f"it may be {', '.join(_BALANCED)}")
+    width = "ffn_hidden_size" if arguments.get("moe_ffn_hidden_size") is None else "moe_ffn_hidden_size"
+    try:
+        return MoEConfig(
+            num_experts=_whole(arguments, "num_experts", origin),
+            top_k=_whole(arguments, "moe_router_topk", origin, 2),
+            expert_ffn_hidden_size=_whole(arguments, width, origin),
+            # A softmax over the chosen is one over all, divided by the sum of theirs.
+            renormalise=not arguments.get("moe_router_pre_softmax", False),
         )
     except ValueError as error:
         raise CheckpointError(f"{origin}: {error}") from error

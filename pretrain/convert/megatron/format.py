@@ -28,7 +28,7 @@ _COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 # Of the optimizer, its schedule and random numbers.
 _NOT_WEIGHTS = ("optimizer.", "opt_param_scheduler", "rng_state", "rerun_state_machine_state")
 # Parts of our models that a plain GPTModel does not have.
-_NOT_PLAIN = ("memory", "moe", "latent_attention", "multi_token_prediction")
+_NOT_PLAIN = ("memory", "latent_attention", "multi_token_prediction")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -103,7 +103,7 @@ def _saved_model(source: TorchDistReader) -> ModelConfig:
 def _check_all_used(
     model: ModelConfig, found: Mapping[str, TensorInfo], used: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
-    """Refuse weights that the configuration does not explain: biases, experts, other shapes."""
+    """Refuse weights that the configuration does not explain: biases, shared experts, other shapes."""
     for name, info in found.items():
         if name.startswith(_NOT_WEIGHTS) or (name == "output_layer.weight" and model.tied_embeddings):
             continue
