@@ -340,13 +340,15 @@ class MemoryOptimizer(ChainedOptimizer):
         Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on
         every layout.
         """
-        squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        # An optimizer of its own has the tables in another order than one of all parameters.
+        squares: dict[bool, list[Tensor]] = {False: [], True: []}
         for optimizer in self.chained_optimizers:
             for group, gradient in optimizer.gradients(counted_once=True):
-                squares[int(self._is_clipped_apart(group))] += sum_of_squares(gradient)
-        torch.distributed.all_reduce(squares)
+                squares[self._is_clipped_apart(group)].append(sum_of_squares(gradient))
+        sums = torch.stack([_sum_in_any_order(of_norm) for of_norm in squares.values()])
+        torch.distributed.all_reduce(sums)
         # Host sync: the norms decide whether there is an update at all.
-        main, tables = squares.sqrt().tolist()
+        main, tables = sums.sqrt().tolist()
         return GradientNorms(main, None if self._value_clip_grad is None else tables)
 
     @torch.no_grad()
@@ -401,6 +403,12 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     largest = NORM_PART_ELEMENTS if gradient.is_cuda else min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU)
     parts = gradient.view(-1).split(largest)
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+
+
+def _sum_in_any_order(squares: Sequence[Tensor]) -> Tensor:
+    """Sum of [] fp64 numbers, to the same bit whatever their order; there may be none."""
+    zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    return torch.stack([zero, *squares]).sort().values.sum()
 
 
 def _scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:
