@@ -32,15 +32,24 @@ class MakeBank(Protocol):
     ) -> Bank: ...
 
 
-class TableHome(Protocol):
-    """Room for tables that do not lie on the device."""
+class TableRoom(Protocol):
+    """Room for a table that does not lie on the device."""
 
-    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Room for a table in host memory, which it need not fit in."""
+    @property
+    def weights(self) -> Tensor:
+        """[rows, columns] in host memory, which the table need not fit in; rows may lie apart."""
         ...
 
     def reader(self, table: nn.Parameter, bank: int) -> RowFetch:
-        """The way to the rows of a table that was made there."""
+        """The way to the rows of the table, once it is a parameter."""
+        ...
+
+
+class TableHome(Protocol):
+    """Place of tables that do not lie on the device."""
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> TableRoom:
+        """Room for a table."""
         ...
 
 
@@ -155,19 +164,19 @@ class Bank(nn.Module):
         self.replica_rank, self.columns, self.rows, self.copy = replica_rank, columns, rows, copy
         for table in memory.tables if fetched is None else ():
             setattr(self, table.name, self._table(table, dtype, device, home))
-        if home is not None:
-            (only,) = memory.tables
-            self.fetched = home.reader(self.get_parameter(only.name), spec.index)
 
     def _table(
         self, table: Table, dtype: torch.dtype, device: torch.device | str, home: TableHome | None
     ) -> nn.Parameter:
         assert table.width % self.columns.num_parts == self.spec.num_rows % self.rows.num_parts == 0
         shape = (self.spec.num_rows // self.rows.num_parts, table.width // self.columns.num_parts)
-        empty = torch.empty(shape, dtype=dtype, device=device) if home is None else home.allocate(shape, dtype)
-        parameter = nn.Parameter(empty)
+        room = None if home is None else home.room(shape, dtype)
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device) if room is None else room.weights)
         declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
         mark_copy(parameter, self.copy)
+        if room is not None:
+            assert self.fetched is None, "a bank in files has one table"
+            self.fetched = room.reader(parameter, self.spec.index)
         return parameter
 
     def read(

@@ -43,7 +43,8 @@ def state_entries(
         leaves: its shards in the model's checkpoint.
         start: first position of the range in the flattened parameter.
         stop: the position after its last.
-        state: flat tensors [stop - start] by name; the entries are views of them.
+        state: flat tensors [stop - start] by name, or such in the whole parameter's shape, whose rows may lie apart; the
+            entries are views of them.
 
     Returns:
         Shards of tensors named `optimizer.state.<name>.<parameter's global name>`.
@@ -51,7 +52,7 @@ def state_entries(
     entries = {}
     for leaf in leaves:
         assert leaf.prepend_axis_num == 0, f"{leaf.key} is stacked over layers: use names with layer numbers"
-        assert leaf.data.is_contiguous()
+        assert leaf.data.is_contiguous() or leaf.data.shape == parameter.shape
         leaf_start = leaf.data.storage_offset() - parameter.storage_offset()
         low, high = max(start, leaf_start), min(stop, leaf_start + leaf.data.numel())
         for part in rectangles_of_range(leaf.local_shape, low - leaf_start, high - leaf_start):
@@ -61,7 +62,7 @@ def state_entries(
                 key = f"{STATE_PREFIX}{name}.{leaf.key}"
                 entries[f"{key}@{offset}"] = ShardedTensor(
                     key=key,
-                    data=tensor[first : first + math.prod(part.shape)].view(part.shape),
+                    data=_part_of(tensor, first, part.shape),
                     dtype=tensor.dtype,
                     local_shape=part.shape,
                     global_shape=leaf.global_shape,
@@ -70,6 +71,14 @@ def state_entries(
                     replica_id=_without_data_replica(leaf.replica_id),
                 )
     return entries
+
+
+def _part_of(state: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
+    if state.dim() == 1:
+        return state[first : first + math.prod(shape)].view(shape)
+    assert first == 0
+    assert state.shape == shape
+    return state
 
 
 def row_entries(leaf: ShardedTensor, start: int, name: str, rows: Tensor) -> dict[str, ShardedTensor]:

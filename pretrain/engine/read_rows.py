@@ -96,7 +96,7 @@ class ReadRows(RowWise):
     def held(self, share: Share) -> HeldRows:
         """Rows of the table, and their state, that are on the device: all of them."""
         weights = share.weights.view(-1, share.parameter.shape[1])
-        return HeldRows(weights, [tensor[self.rows_of(share)] for tensor in self.device_state()])
+        return HeldRows(weights, self.state_of(share))
 
     def _update_rows(self, share: Share, held: HeldRows, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
         place = self.places[share.parameter]
@@ -127,12 +127,14 @@ class StoredRows(ReadRows):
         """
         self._stored = stored
         super().__init__(*arguments, **keywords)
-        for share in self.shares:
-            stored.of(share.parameter).state = [tensor[self.rows_of(share)] for tensor in self.device_state()]
 
-    def zeros(self, num: int, device: torch.device) -> Tensor:
-        """See `RowWise.zeros`: beside the tables."""
-        return self._stored.zeros(num)
+    def make_state(self, device: torch.device) -> Sequence[Tensor]:
+        """See `RowWise.make_state`: nothing, as the files have it beside the weights."""
+        return ()
+
+    def state_of(self, share: Share) -> Sequence[Tensor]:
+        """See `RowWise.state_of`."""
+        return self._stored.of(share.parameter).state
 
     def held(self, share: Share) -> HeldRows:
         """See `ReadRows.held`: those of the step, which it is about to change."""
@@ -177,7 +179,13 @@ class ReadTables:
         """
         self.config, self.model_chunks, self.param_groups = config, list(chunks), param_groups
         self._shares = [
-            Share(table, 0, group, table.detach().view(-1), torch.empty(0, device=table.device))
+            Share(
+                table,
+                0,
+                group,
+                table.detach().view(-1) if table.is_contiguous() else table.detach(),
+                torch.empty(0, device=table.device),
+            )
             for group in param_groups
             for table in group["params"]
         ]

@@ -38,8 +38,6 @@ from pretrain.engine.optimizer_shards import row_entries, state_entries
 from pretrain.engine.update_rules import Share, Spread, UpdateRule
 from pretrain.rectangles import rectangles_of_range
 
-_SECOND_MOMENT, _LAST_UPDATE = ROW_WISE.per_row
-
 
 @dataclass(frozen=True)
 class Place:
@@ -97,6 +95,7 @@ class RowWise(UpdateRule):
     Attributes:
         places: of all tables.
         groups: see `RowGroups`.
+        num_rows: that this rank's shares touch.
     """
 
     def __init__(
@@ -124,31 +123,26 @@ class RowWise(UpdateRule):
             starts.append(starts[-1] + _num_rows(share))
         self._rows = {share: slice(*ends) for share, ends in zip(shares, pairwise(starts), strict=True)}
         device = shares[0].weights.device if shares else torch.device(torch.cuda.current_device())
-        # Of the touched rows of all shares, one share after the other.
-        self._moments, self._last_updates = (self.zeros(starts[-1], device) for _ in range(2))
+        self.num_rows = starts[-1]
+        self._state = self.make_state(device)
         self._cuts = _CutRows(shares, spreads, self._rows, device)
 
-    def zeros(self, num: int, device: torch.device) -> Tensor:
-        """A number in fp32 for each of so many rows."""
-        return torch.zeros(num, dtype=torch.float32, device=device)
+    def make_state(self, device: torch.device) -> Sequence[Tensor]:
+        """Second moments and last updates: fp32, of the touched rows of all shares, one share after the other."""
+        return [torch.zeros(self.num_rows, dtype=torch.float32, device=device) for _ in ROW_WISE.per_row]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that this rank's shares touch."""
-        return self._moments.numel()
+    def state_of(self, share: Share) -> Sequence[Tensor]:
+        """Second moments and last updates of the rows that a share touches, as views."""
+        return [tensor[self._rows[share]] for tensor in self._state]
 
     @property
     def num_cut(self) -> int:
         """Rows of all tables of this rank's columns that ranges of several replicas have parts of."""
         return self._cuts.num
 
-    def rows_of(self, share: Share) -> slice:
-        """The rows that a share touches, in the state."""
-        return self._rows[share]
-
     def describe(self) -> str:
         """See `UpdateRule.describe`."""
-        return f"tables updated by row: {2 * self._moments.nbytes / 1e6:.3g} MB of state on this rank"
+        return f"tables updated by row: {self.num_rows * ROW_WISE.row_bytes / 1e6:.3g} MB of state on this rank"
 
     def main_weights(self, share: Share) -> Tensor:
         """The model's own, see `UpdateRule.main_weights`."""
@@ -160,27 +154,25 @@ class RowWise(UpdateRule):
     def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
         """See `UpdateRule.state_entries`."""
         (leaf,) = leaves
-        return {
-            **state_entries(share.parameter, leaves, share.start, share.stop, {"param": share.weights}),
-            **row_entries(leaf, share.start, _SECOND_MOMENT, self._moments[self._rows[share]]),
-            **row_entries(leaf, share.start, _LAST_UPDATE, self._last_updates[self._rows[share]]),
-        }
+        entries = state_entries(share.parameter, leaves, share.start, share.stop, {"param": share.weights})
+        for name, tensor in zip(ROW_WISE.per_row, self.state_of(share), strict=True):
+            entries |= row_entries(leaf, share.start, name, tensor)
+        return entries
 
     def device_state(self) -> Iterable[Tensor]:
         """See `UpdateRule.device_state`."""
-        return [self._moments, self._last_updates]
+        return self._state
 
     def set_num_updates(self, share: Share, num_updates: int) -> None:
         """See `UpdateRule.set_num_updates`."""
         super().set_num_updates(share, num_updates)
-        rows = self._rows[share]
-        moments, last = self._moments[rows], self._last_updates[rows]
+        moments, last = self.state_of(share)
         # A row's first moment comes with its first update. One without an update was made of AdamW's state: as of now.
         last.masked_fill_((last == 0) & (moments > 0), num_updates)
 
     def update_shares(self) -> None:
         """See `UpdateRule.update_shares`. Collective over the stage."""
-        squares = torch.zeros_like(self._moments)
+        squares = torch.zeros_like(self._state[0])
         for share in self.shares:
             of_share, row_squares = squares[self._rows[share]], self.places[share.parameter].kernels.row_squares
             for part in _parts(share):
@@ -194,8 +186,7 @@ class RowWise(UpdateRule):
 
     def _update(self, share: Share, squares: Tensor) -> None:
         place, decay = self.places[share.parameter], share.group["weight_decay"]
-        rows = self._rows[share]
-        factors = self._factors_of_share(share, [self._moments[rows], self._last_updates[rows]], squares)
+        factors = self._factors_of_share(share, self.state_of(share), squares)
         first_row = place.first_row + share.start // share.parameter.shape[1]
         keep, key = 1 - share.group["lr"] * decay, self.rounding_key(share)
         for part in _parts(share):

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from kernels.common.row_gradient import RowGradient
 from kernels.common.table_scale import scale_of
 from megamem.model import MemoryGPTModel
-from pretrain.engine.table_files import TableFiles
+from pretrain.config.updates import ROW_WISE
+from pretrain.engine.table_files import Records, TableFiles
 
 _ROWS_AT_A_TIME = 1 << 16
 """Rows of a file that are in memory at once where all of them change."""
@@ -90,13 +91,12 @@ class StoredTable:
     Attributes:
         parameter: the whole table, in the file.
         bank: its index.
-        state: tensors with a number per row, in files too.
+        state: [R] each, beside the rows.
         staged: the rows of the step that runs; None: none does.
     """
 
-    def __init__(self, parameter: nn.Parameter, bank: int, owner: StoredTables) -> None:
-        self.parameter, self.bank, self.owner = parameter, bank, owner
-        self.state: Sequence[Tensor] = ()
+    def __init__(self, parameter: nn.Parameter, bank: int, state: Sequence[Tensor], owner: StoredTables) -> None:
+        self.parameter, self.bank, self.state, self.owner = parameter, bank, state, owner
         self.staged: Staged | None = None
 
     def announce(self, token_ids: Tensor) -> None:
@@ -121,6 +121,23 @@ class StoredTable:
                 table.row_gradient = gradient  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class _Room:
+    """See `megamem.bank.TableRoom`."""
+
+    records: Records
+    owner: StoredTables
+
+    @property
+    def weights(self) -> Tensor:
+        """See `megamem.bank.TableRoom`."""
+        return self.records.weights
+
+    def reader(self, table: nn.Parameter, bank: int) -> StoredTable:
+        """See `megamem.bank.TableRoom`."""
+        return self.owner.add(StoredTable(table, bank, self.records.state, self.owner))
+
+
 class StoredTables:
     """All tables of a rank that lie in files, and the thread that brings their rows."""
 
@@ -139,17 +156,14 @@ class StoredTables:
         self.waits = Waits()
         self._writes: list[Future[None]] = []
 
-    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> _Room:
         """See `megamem.bank.TableHome`."""
-        return self._files.zeros(shape[0] * shape[1], dtype).view(shape)
+        return _Room(self._files.records(*shape, dtype, len(ROW_WISE.per_row)), self)
 
-    def reader(self, table: nn.Parameter, bank: int) -> StoredTable:
-        """See `megamem.bank.TableHome`."""
-        return self._tables.setdefault(table, StoredTable(table, bank, self))
-
-    def zeros(self, num: int) -> Tensor:
-        """Room for a number in fp32 for each of so many rows."""
-        return self._files.zeros(num, torch.float32)
+    def add(self, table: StoredTable) -> StoredTable:
+        """Bring the rows of this table, too."""
+        self._tables[table.parameter] = table
+        return table
 
     def of(self, table: nn.Parameter) -> StoredTable:
         """The table that is this parameter."""
@@ -203,7 +217,6 @@ class StoredTables:
         if self._ahead is not None:
             self._ahead[1].result()
             self._ahead = None
-        self._files.release()
 
     @torch.no_grad()
     def multiply(self, parameter: nn.Parameter, factor: float) -> None:
@@ -212,7 +225,6 @@ class StoredTables:
         self.forget()
         for rows in parameter.detach().split(_ROWS_AT_A_TIME):
             rows.mul_(factor)
-            self._files.release()
         staged = self._tables[parameter].staged
         assert staged is not None
         staged.weights.mul_(factor)
@@ -224,9 +236,7 @@ class StoredTables:
 
     def read(self, table: StoredTable, rows: Tensor) -> Staged:
         """Rows of a table, each once and ascending, as the last step left them."""
-        found = self._thread.submit(self._fetch, table, rows.unique().to(torch.int64), None).result()
-        self._files.release()
-        return self._here(found)
+        return self._here(self._thread.submit(self._fetch, table, rows.unique().to(torch.int64), None).result())
 
     def _exchanged(self, reads: Reads, samples: range) -> Tensor:
         """Ids of all ranks' tokens of a step."""
@@ -285,7 +295,6 @@ class StoredTables:
             self._fetch(table, rows, None if beside is None else beside[place])
             for place, (table, rows) in enumerate(zip(self._tables.values(), distinct, strict=True))
         ]
-        self._files.release()
         self.waits.fetching_s += time.perf_counter() - started
         return fetched
 
@@ -315,7 +324,6 @@ class StoredTables:
         started = time.perf_counter()
         for whole, rows in zip((table.parameter.detach(), *table.state), updated, strict=True):
             whole.index_copy_(0, staged.rows, rows)
-        self._files.release()
         self.waits.writing_s += time.perf_counter() - started
 
     def _to_device(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Room for tables in files without a name, mapped into memory.
+"""Room for tables in files without a name, mapped into memory: of each row one record, its weights and its state.
 
-A file is scratch: it is gone with the process that made it, however that ends, and checkpoints are files of their own. The
-system keeps the parts of it in memory that it has room for, and may drop them at any time.
+So a row is in one page of the file, or in two neighbours, whatever is kept of it. A file is scratch: it is gone with the
+process that made it, however that ends, and checkpoints are files of their own. The system keeps the parts of it in memory
+that it has room for, and may drop them at any time.
 """
 
 from __future__ import annotations
@@ -9,12 +10,28 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pretrain.errors import ConfigError
+
+_STATE = torch.float32
+
+
+@dataclass(frozen=True)
+class Records:
+    """A table in a file, as views of its records.
+
+    Attributes:
+        weights: [R, W]; rows are a record apart.
+        state: [R] fp32 each, likewise.
+    """
+
+    weights: Tensor
+    state: tuple[Tensor, ...]
 
 
 class TableFiles:
@@ -26,21 +43,29 @@ class TableFiles:
             folder: on a local disk; made if it is missing.
         """
         self._folder, self._mapped = folder, list[mmap.mmap]()
+        self._are_whole_wanted = True
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(len(mapped) for mapped in self._mapped)
 
-    def zeros(self, num: int, dtype: torch.dtype) -> Tensor:
-        """[num] zeros in a file of their own.
+    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> Records:
+        """A table of zeros in a file of its own, with so many numbers of state per row.
 
         Raises:
             ConfigError: the folder cannot be written, or has no room.
         """
-        if not num:
-            return torch.zeros(0, dtype=dtype)
-        num_bytes = num * dtype.itemsize
+        # Both kinds of numbers have places that they divide.
+        unit = max(dtype.itemsize, _STATE.itemsize)
+        state_start = -(-width * dtype.itemsize // unit) * unit
+        record = -(-(state_start + num_state * _STATE.itemsize) // unit) * unit
+        mapped = self._mapped_bytes(num_rows * record)
+        weights = torch.frombuffer(mapped, dtype=dtype).view(num_rows, -1)[:, :width]
+        numbers = torch.frombuffer(mapped, dtype=_STATE).view(num_rows, -1)[:, state_start // _STATE.itemsize :]
+        return Records(weights, tuple(numbers[:, place] for place in range(num_state)))
+
+    def _mapped_bytes(self, num_bytes: int) -> mmap.mmap:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
@@ -53,19 +78,20 @@ class TableFiles:
                 f"there: {error.strerror or error}. Name a folder with room on a local disk, or leave it out"
             ) from error
         self._mapped.append(mapped)
-        return torch.frombuffer(mapped, dtype=dtype)
+        return mapped
 
     def expect_rows(self) -> None:
         """Have the system read single rows: what lies beside one is not wanted."""
-        self._advise(mmap.MADV_RANDOM)
+        if self._are_whole_wanted:
+            self._are_whole_wanted = False
+            # What was mapped stays in the system's cache, as far as that has room.
+            self._advise(mmap.MADV_DONTNEED)
+            self._advise(mmap.MADV_RANDOM)
 
     def expect_all(self) -> None:
         """Have the system read ahead: whole tables are about to be read or written."""
+        self._are_whole_wanted = True
         self._advise(mmap.MADV_NORMAL)
-
-    def release(self) -> None:
-        """Take the mapped pages out of what the process holds. They stay in the system's cache while it has room."""
-        self._advise(mmap.MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:
         for mapped in self._mapped:

@@ -25,7 +25,8 @@ class Share:
         parameter: the model's, with this rank's part of it in the model's layout.
         start: the range's first position in the flattened parameter.
         group: the optimizer group, whose `lr` and `weight_decay` the schedule sets before every step.
-        weights: [E], a view of the model's; gathered from here over the replicas after an update.
+        weights: [E], a view of the model's; gathered from here over the replicas after an update. Of a table in a file,
+            whose rows lie apart, [R, W].
         gradient: [E] fp32, a view of the reduced gradient's buffer; empty where a table has a `row_gradient`.
         num_updates: that the state has seen.
     """
@@ -99,7 +100,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def main_weights(self, share: Share) -> Tensor:
-        """[E], the weights of a share that are updated: fp32 main weights, or the model's own."""
+        """The weights of a share that are updated, as its own are: fp32 main weights, or the model's own."""
 
     @abstractmethod
     def set_weights_from_main(self) -> None:

@@ -16,7 +16,7 @@ from pretrain.engine.session import session
 from pretrain.engine.stored_tables import Waits
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.memory import stage_bytes
-from tools.bench.memory_in_use import begin_peak, free_bytes, peak_bytes
+from tools.bench.memory_in_use import begin_peak, free_bytes, mapped_bytes, peak_bytes
 from tools.bench.synthetic_run import SyntheticRun
 from tools.pages import wrapped
 from tools.parameter_table import markdown_table
@@ -31,7 +31,7 @@ class Measured:
 
     Attributes:
         step_s: a figure per round.
-        peak_bytes: of a step, above what there was before the model; pages of files that are mapped at the time included.
+        peak_bytes: of a step, above what there was before the model, without pages of files, which the system may take back.
         waits: of a step; None: tables are on the device.
         digest: sum over the tables after all steps, which is the same in every place.
     """
@@ -67,14 +67,14 @@ def bench_files_rank(
 
 
 def _measure(config: RunConfig, groups: ParallelGroups, rounds: int, steps: int) -> Measured:
-    before = begin_peak(groups.device)
+    before = begin_peak(groups.device) - mapped_bytes(groups.device)
     run = SyntheticRun(config, groups)
     # What libraries keep is there after the first step, and rows of a second one have been fetched ahead.
     run.steps(1)
     gc.collect()
     begin_peak(groups.device)
     run.steps(1)
-    peak = peak_bytes(groups.device) - before
+    peak = peak_bytes(groups.device) - mapped_bytes(groups.device) - before
     if run.stored is not None:
         run.stored.waits = Waits()
     seconds = [run.steps(steps) / steps for _ in range(rounds)]

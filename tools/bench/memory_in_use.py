@@ -27,6 +27,11 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_bytes("VmHWM")
 
 
+def mapped_bytes(device: torch.device) -> int:
+    """Bytes of files that are resident for this process, shared memory included; none of a GPU's."""
+    return 0 if device.type == "cuda" else _resident_bytes("RssFile") + _resident_bytes("RssShmem")
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be asked for."""
     if device.type == "cuda":

@@ -67,10 +67,10 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     state = stepped * dense_state(config) - saved_by_matrices(config)
     files = 0.0
     if has_files(config):
-        # One replica of a part: a rank's share of the state is that of its own part.
-        files = counts.tables / layout.memory / layout.pipeline * train.element_bytes
-        per_rank -= counts.tables / layout.memory / layout.pipeline
-        files += stepped_tables * table_state(config) / num_ranks
+        # One replica of a part, and state beside every row, whether or not it is trained.
+        own_tables = counts.tables / layout.memory / layout.pipeline
+        per_rank -= own_tables
+        files = own_tables * (train.element_bytes + table_state(config))
     elif config.optimizer.value_offload == "none":
         state += stepped_tables * table_state(config)
     device = per_rank * train.element_bytes + with_gradients * GRADIENT_BYTES - less

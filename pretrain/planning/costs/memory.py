@@ -225,8 +225,7 @@ def _table_gradients(config: RunConfig, stage: Stage, division: Division, traine
 def _in_files(config: RunConfig, stage: Stage) -> float:
     if not has_files(config):
         return 0.0
-    trained = stage.trained.table_elements * table_state(config)
-    return (stage.table_elements * config.train.element_bytes + trained) / config.parallel.memory
+    return stage.table_elements * (config.train.element_bytes + table_state(config)) / config.parallel.memory
 
 
 def _host(config: RunConfig, stage: Stage, division: Division, *, on_gpu: bool) -> float:

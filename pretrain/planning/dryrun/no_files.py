@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from pretrain.engine.table_files import TableFiles
+from pretrain.engine.table_files import Records, TableFiles
 
 
 class NoFiles(TableFiles):
@@ -16,6 +15,6 @@ class NoFiles(TableFiles):
     def __init__(self) -> None:
         super().__init__(Path())
 
-    def zeros(self, num: int, dtype: torch.dtype) -> Tensor:
-        """See `TableFiles.zeros`."""
-        return torch.zeros(num, dtype=dtype)
+    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> Records:
+        """See `TableFiles.records`."""
+        return Records(torch.zeros(num_rows, width, dtype=dtype), tuple(torch.zeros(num_state, num_rows)))
