@@ -272,8 +272,7 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
     """
     sections = [_length_section(config), _model_section(config), _bytes_section(settled(config, None))]
     if (choice := chosen(config, None)) is not None:
-        several = ", where each part of a table has one replica; else dense" if choice.taken == "rows" else ""
-        sections.append(Section("choices", (f"{choice.text}{several}",)))
+        sections.append(Section("choices", (choice.text,)))
     if config.model.memory is not None:
         lines = [_feed_forward_line(config.model)]
         if measured_layers:

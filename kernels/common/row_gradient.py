@@ -50,6 +50,7 @@ class RowGradient:
     """A table's gradient of one step.
 
     Attributes:
+        num_rows: of the table.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
     """
@@ -59,7 +60,7 @@ class RowGradient:
         Args:
             num_rows, width: of the table.
         """
-        self._num_rows, self._width = num_rows, width
+        self.num_rows, self._width = num_rows, width
         self._lookups: list[_Lookup] = []
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
@@ -76,7 +77,7 @@ class RowGradient:
     @property
     def _key(self) -> tuple[int, ...]:
         """The same for tables that the same lookups read: their tensors of ids live in the lookups."""
-        return (self._num_rows, *(id(lookup.ids) for lookup in self._lookups))
+        return (self.num_rows, *(id(lookup.ids) for lookup in self._lookups))
 
     def _add_up(self, read: DistinctRows) -> None:
         self.read = read
@@ -95,7 +96,7 @@ class RowGradient:
         known: dict[tuple[int, ...], DistinctRows] = {}
         for key, gradient in zip(keys, waiting, strict=True):
             if key not in known:
-                known[key] = distinct_rows([lookup.ids for lookup in gradient._lookups], gradient._num_rows)
+                known[key] = distinct_rows([lookup.ids for lookup in gradient._lookups], gradient.num_rows)
             gradient._add_up(known[key])
 
 

@@ -41,7 +41,7 @@ def chosen(config: RunConfig, num_ranks: int | None) -> Choice | None:
     """The choice of `auto`; None where nothing is left to choose.
 
     Args:
-        num_ranks: of the run; None: not known, as if each part of a table had one replica.
+        num_ranks: of the run; None: not known.
     """
     optimizer, model = config.optimizer, config.model
     if model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "auto":
@@ -71,8 +71,8 @@ def settled(config: RunConfig, num_ranks: int | None) -> RunConfig:
 
 
 def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, str]]:
-    """Reasons for which tables cannot have gradients of rows, each with what to set: it takes one replica of each table, on one
-    stage, gradients that our kernels make, and a decay that leaves something."""
+    """Reasons for which tables cannot have gradients of rows, each with what to set: it takes tables of one
+    stage each, gradients that our kernels make, and a decay that leaves something."""
     optimizer, parallel = config.optimizer, config.parallel
     decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
     if decay * largest_table_lr(optimizer) >= 1:
@@ -89,9 +89,22 @@ def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, 
             "use parallel.pipeline: 1",
         )
     per_stage = None if num_ranks is None or num_ranks % parallel.pipeline else num_ranks // parallel.pipeline
-    if per_stage is not None and per_stage > parallel.memory and per_stage % parallel.memory == 0:
+    if (
+        optimizer.table_folder is not None
+        and per_stage is not None
+        and per_stage > parallel.memory
+        and per_stage % parallel.memory == 0
+    ):
         yield (
             f"{per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part of a table "
-            f"(parallel.memory {parallel.memory}), whose gradients are added up",
+            f"(parallel.memory {parallel.memory}), whose rows optimizer.table_folder does not fetch for each other",
             f"use parallel.memory {per_stage}",
         )
+
+
+def gradients_problems(config: RunConfig, num_ranks: int | None) -> Iterator[str]:
+    """Gradients of rows that were asked for and that tables cannot have, in sentences."""
+    if config.model.memory is None or config.optimizer.tables != "row_wise":
+        return
+    for why, fix in impossible(config, num_ranks) if config.optimizer.table_gradients == "rows" else ():
+        yield f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense"

@@ -16,8 +16,7 @@ from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
-from pretrain.config.table_gradients import impossible, settled
-from pretrain.config.updates import keeps_rows
+from pretrain.config.table_gradients import gradients_problems, settled
 from pretrain.errors import ConfigError
 
 _WIDE_LOAD_BYTES = 16
@@ -38,7 +37,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
-    problems += [*_table_gradients(config, world_size), *_table_folder(config), *apex_problems(config)]
+    problems += [*gradients_problems(config, world_size), *_table_folder(config), *apex_problems(config)]
     problems += _control(config)
     if on_this_machine:
         problems += _packages(config)
@@ -178,13 +177,6 @@ def _health(config: RunConfig) -> Iterator[str]:
             f"health.spikes.action is {health.spikes.action}, and both loss_deviations and grad_norm_deviations are null: "
             "nothing would be judged. Set one of them"
         )
-
-
-def _table_gradients(config: RunConfig, world_size: int | None) -> Iterator[str]:
-    """Gradients of rows that were asked for and that tables cannot have."""
-    if config.model.memory is not None and config.optimizer.table_gradients == "rows" and keeps_rows(config.optimizer):
-        for why, fix in impossible(config, world_size):
-            yield (f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense")
 
 
 def _table_folder(config: RunConfig) -> Iterator[str]:

@@ -450,7 +450,8 @@ def build_optimizer(
         make_rule = (
             partial(ReadRows, **of_tables) if stored is None else partial(StoredRows, stored=stored, **of_tables)
         )
-        optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule))
+        is_counted = groups.megatron.expt_dp.rank() == 0
+        optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule, is_counted=is_counted))
     return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad, _roundings(config, chunks, groups))
 
 

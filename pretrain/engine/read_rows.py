@@ -91,7 +91,12 @@ class ReadRows(RowWise):
     def state_entries(self, share: Share, leaves: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
         """See `UpdateRule.state_entries`."""
         (leaf,) = leaves
-        return {**super().state_entries(share, leaves), **number_entry(leaf, SCALE, self._scales[share])}
+        entries = {**super().state_entries(share, leaves), **number_entry(leaf, SCALE, self._scales[share])}
+        for entry in entries.values():
+            # Every replica has all of it, where ranges of other parameters are each on one.
+            *others, copy = entry.replica_id
+            entry.replica_id = (*others, copy + self.groups.replicas.rank())
+        return entries
 
     def held(self, share: Share) -> HeldRows:
         """Rows of the table, and their state, that are on the device: all of them."""
@@ -170,13 +175,17 @@ class ReadTables:
         chunks: Sequence[DistributedDataParallel],
         param_groups: list[dict[str, Any]],
         make_rule: MakeRule,
+        *,
+        is_counted: bool,
     ) -> None:
         """
         Args:
             config: Megatron's, that of the optimizers beside.
             param_groups: as Megatron's optimizers have them.
             make_rule: of the rule.
+            is_counted: whether this is the replica whose gradients count in the global norm.
         """
+        self._is_counted = is_counted
         self.config, self.model_chunks, self.param_groups = config, list(chunks), param_groups
         self._shares = [
             Share(
@@ -211,8 +220,8 @@ class ReadTables:
         return False
 
     def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
-        """See `MemoryDistributedOptimizer.gradients`. No two ranks have gradients of the same elements."""
-        for share in self._shares:
+        """See `MemoryDistributedOptimizer.gradients`. Replicas have the same ones."""
+        for share in self._shares if self._is_counted or not counted_once else ():
             sums = _gradient(share).sums
             if sums is not None and sums.numel():
                 yield share.group["name"], sums

@@ -1,8 +1,8 @@
 """Tables whose gradients are the rows that a step read (`optimizer.table_gradients: rows`).
 
-Megatron's DDP does not know of them: it would keep a dense gradient, and a copy of the weights while it makes one. They
-have one replica, so that there is nothing to reduce. Lookups are kept until a step's last backward pass, and then added
-up (`kernels.common.row_gradient`).
+Megatron's DDP does not know of them: it would keep a dense gradient, and a copy of the weights while it makes one. Lookups
+are kept until a step's last backward pass, and then added up (`kernels.common.row_gradient`), by replicas together
+(`pretrain.engine.replica_rows`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels.common.table_scale import TableScale
 from megamem.model import MemoryGPTModel
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients, keeps_rows
+from pretrain.engine.replica_rows import add_up_replicas
 
 
 def row_gradient_of(parameter: Tensor) -> RowGradient | None:
@@ -47,7 +48,7 @@ def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn
 
 @torch.no_grad()
 def add_up_rows(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None) -> None:
-    """Add up the gradients of a step, of which all backward passes are done.
+    """Add up the gradients of a step, of which all backward passes are done. Collective over the replicas.
 
     Args:
         num_tokens: of the step over all ranks, which gradients are divided by.
@@ -56,6 +57,8 @@ def add_up_rows(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | 
         gradient for chunk in chunks for table in chunk.parameters() if (gradient := row_gradient_of(table)) is not None
     ]
     RowGradient.add_up(gradients)
+    if gradients:
+        add_up_replicas(gradients, chunks[0].intra_expt_dp_group)
     for gradient in gradients:
         if gradient.sums is not None and num_tokens is not None:
             gradient.sums.mul_(1.0 / num_tokens.clamp(min=1))

@@ -1,5 +1,5 @@
 """Gradients of the rows that a step reads make the update that dense ones make, to the bit: losses, norms, weights and
-state, of every family, on layouts that have one replica of a table.
+state, of every family. Of more than two replicas, whose sums dense gradients add up in another order, they are close.
 
 Batches are so small that most rows of a table are not read in a step, and some in none.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_checkpoint_layouts import read_all
 from test_kinds_layouts import KINDS
 from test_layouts import shards
@@ -45,6 +46,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1},
     ),
     "context 2 x memory 2": (2, {"context": 2, "memory": 2, "micro_batch_size": 2}),
+}
+# With two replicas of each part of a table; "data 4" has four.
+REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data 2": (2, {"micro_batch_size": 1}),
+    "context 2": (2, {"context": 2, "micro_batch_size": 2}),
+    "tensor 2 x data 2 x memory 2": (4, {"tensor": 2, "memory": 2, "micro_batch_size": 1}),
+    "data 4 x memory 2 of rows": (4, {"memory": 2, "memory_rows": 2, "micro_batch_size": 1}),
+    "pipeline 2 x virtual 2 x data 2": (4, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    "data 4": (4, {"micro_batch_size": 1}),
 }
 TRIED: dict[str, tuple[str, ...]] = {
     "one rank": tuple(MODELS),
@@ -160,20 +170,83 @@ def test_no_gradient_is_dense_and_a_resumed_run_is_the_straight_one(run_ranks: A
         assert torch.allclose(of_elements, current.unsqueeze(1).expand_as(of_elements), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_replicas_update_the_rows_that_any_of_them_read(run_ranks: Any, tmp_path: Path, num_ranks: int) -> None:
+    """As dense gradients do, in the same checkpoint: two addends have one sum. A norm counts each row once, in another order."""
+
+    def main() -> dict[tuple[str, str], tuple[list[str], float, bool]]:
+        found = {}
+        for layout, (size, axes) in REPLICAS.items():
+            # Rows of tokens are not split.
+            kinds: tuple[str, ...] = ("shared", "ultramem") if "memory_rows" in axes else ("shared", "move")
+            kinds = ("private",) if "pipeline" in axes else kinds
+            for number, kind in enumerate(kinds) if size == num_ranks else ():
+                precision: Literal["fp32", "bf16"] = "fp32" if number else "bf16"
+                ways: Any = ("dense", "rows")
+                configs = [on(config_of(MODELS[kind], way, precision), **axes) for way in ways]
+                validate(configs[1], num_ranks)
+                with joined(configs[0]) as groups:
+                    runs = [build(config, groups) for config in configs]
+                    dense, rows = (torch.tensor(run.train(NUM_STEPS), dtype=torch.float64) for run in runs)
+                    saved = [run.save(tmp_path / f"{layout} {kind} {way}") for run, way in zip(runs, ways, strict=True)]
+                    dist.barrier()
+                tensors = [read_all(path) for path in saved] if dist.get_rank() == 0 else [{}, {}]
+                tensors[1] = {name: part for name, part in tensors[1].items() if ".scale." not in name}
+                same = tensors[0].keys() == tensors[1].keys()
+                different = [name for name in tensors[0] if not torch.equal(*(each[name] for each in tensors))]
+                found[layout, kind] = different, float((rows / dense - 1).abs().max()), same
+        return found
+
+    by_rank = run_ranks(main, num_ranks)
+    for (layout, kind), (different, of_steps, same) in by_rank[0].items():
+        assert same
+        # In another order a sum has another last bit, which fp32 weights show.
+        assert layout == "data 4" or different == [], (layout, kind)
+        assert of_steps < 1e-8, (layout, kind)
+    # Every replica has the same norms, and losses.
+    assert len({str(sorted((key, of_steps) for key, (_, of_steps, _) in rank.items())) for rank in by_rank}) == 1
+
+
+def test_a_run_goes_on_with_other_replicas(run_ranks: Any, tmp_path: Path) -> None:
+    """Saved by two replicas, loaded by one and by four, and saved again: the same tensors."""
+    config = config_of(SHARED.model, "rows", "bf16")
+    config = replace(config, optimizer=replace(config.optimizer, value_weight_decay=0.5))
+
+    def go_on(source: str | None, target: str, micro_batch_size: int) -> None:
+        with tiny_run(on(config, micro_batch_size=micro_batch_size)) as run:
+            if source is None:
+                run.train(2)
+            else:
+                run.resume(tmp_path / source / "step_00000002")
+            run.save(tmp_path / target)
+
+    run_ranks(lambda: go_on(None, "two", 2), 2)
+    run_ranks(lambda: go_on("two", "one", 4), 1)
+    run_ranks(lambda: go_on("one", "four", 1), 4)
+    first, *others = (read_all(tmp_path / name / "step_00000002") for name in ("two", "one", "four"))
+    for other in others:
+        assert first.keys() == other.keys()
+        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+
+
 @pytest.mark.parametrize(
     ("change", "num_ranks", "words"),
     [
         # The tables' rate is 6e-3 at most.
         ({"optimizer": {"value_weight_decay": 167.0}}, 1, ("is 1 or more", "value_weight_decay below 166.667")),
         ({"kernels": "naive"}, 1, ("train.kernels is naive", "train.kernels: auto")),
-        ({}, 4, ("4 ranks of a pipeline stage hold 4 replicas", "use parallel.memory 4")),
+        (
+            {"optimizer": {"table_folder": "somewhere"}, "model": MODELS["engram"]},
+            4,
+            ("4 ranks of a pipeline stage hold 4 replicas", "use parallel.memory 4"),
+        ),
         (
             {"parallel": {"pipeline": 2}, "model": MODELS["tide"]},
             2,
             ("every stage holds a copy", "parallel.pipeline: 1"),
         ),
     ],
-    ids=["decay", "twins", "replicas", "copies"],
+    ids=["decay", "twins", "replicas of files", "copies"],
 )
 def test_what_cannot_have_rows_is_refused(change: dict[str, Any], num_ranks: int, words: tuple[str, ...]) -> None:
     config = config_of(change.get("model", SHARED.model), "rows", "fp32")
@@ -183,7 +256,9 @@ def test_what_cannot_have_rows_is_refused(change: dict[str, Any], num_ranks: int
     with pytest.raises(ConfigError) as refused:
         validate(config, num_ranks)
     assert all(word in str(refused.value) for word in ("optimizer.table_gradients is rows", *words))
-    validate(replace(config, optimizer=replace(config.optimizer, table_gradients="dense")), num_ranks)
+    validate(
+        replace(config, optimizer=replace(config.optimizer, table_gradients="dense", table_folder=None)), num_ranks
+    )
 
 
 def test_rows_without_a_count_are_padded_with_the_first() -> None:

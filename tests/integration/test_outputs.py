@@ -177,8 +177,8 @@ def test_the_rows_learning_rates_are_those_of_the_schedule(trained: Path) -> Non
 
 
 def test_a_run_says_which_gradients_of_tables_were_taken(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
-    """By one rank rows, of which the run's configuration then speaks, and goes on by two, which have replicas."""
-    keys = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto", "optimizer.value_weight_decay=0")
+    """By one rank rows, of which the run's configuration then speaks, and goes on by two, whose kernels make dense ones."""
+    keys = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto")
     run = (
         *keys,
         "model.memory.num_keys=128",
@@ -187,11 +187,11 @@ def test_a_run_says_which_gradients_of_tables_were_taken(megamem: Megamem, confi
         "--run-dir",
         tmp_path / "run",
     )
-    for num_steps, num_ranks, taken in (
-        (2, 1, "rows: a step reads "),
-        (3, 2, "dense: 2 ranks of a pipeline stage hold"),
+    for num_steps, num_ranks, more, taken in (
+        (2, 1, (), "rows: a step reads "),
+        (3, 2, ("train.kernels=naive",), "dense: train.kernels is naive"),
     ):
-        result = megamem("train", config_file, f"train.num_steps={num_steps}", *run, "--nproc", num_ranks)
+        result = megamem("train", config_file, f"train.num_steps={num_steps}", *run, *more, "--nproc", num_ranks)
         assert result.code == 0, result.output
         assert f"\noptimizer.table_gradients (auto): {taken}" in result.output
         saved = (tmp_path / "run" / "config.yaml").read_text()

@@ -325,18 +325,25 @@ def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
         assert counted < 0.95 * adamw
 
 
-def test_gradients_of_rows_take_what_plans_count_and_little_less() -> None:
-    """Lookups that read far more than a rank's part of the table, whose ids are sorted together."""
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: int) -> None:
+    """Lookups that read far more than a rank's part of the table, whose ids are sorted together; replicas send each other
+    all of it."""
+    from tools.maintenance.agreement import figures
+
     config = replace(
         SPLIT,
         model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=1024, top_k=256)),
-        parallel=replace(SPLIT.parallel, memory=WORLD // 2, memory_rows=2),
-        optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows", value_weight_decay=0.0),
+        parallel=replace(SPLIT.parallel, memory=WORLD // 2 // num_replicas, memory_rows=2),
+        optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows"),
         train=replace(SPLIT.train, recompute="none"),
     )
     (found, _) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]
-    predicted, counted = stage_bytes(config, WORLD)[0].total, found.peak_of_step.total
-    assert counted * 0.98 <= predicted <= 1.25 * counted
+    stage, sent = stage_bytes(config, WORLD)[0], stages_sent(config, WORLD)[0]
+    counted = found.peak_of_step.total
+    assert counted * 0.98 <= stage.total <= 1.25 * counted
+    bad = [each for each in figures(found, stage, sent) if not each.agrees]
+    assert {each.name for each in bad} <= {"table gradients", "activations"}, bad
 
 
 def test_tables_in_files_take_what_plans_count_and_little_less() -> None:

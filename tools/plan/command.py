@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pretrain.config.source import (
     to_plain,
 )
 from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
-from pretrain.config.table_gradients import chosen
+from pretrain.config.table_gradients import chosen, gradients_problems
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
@@ -134,9 +135,11 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
     """
     check_has_vocabulary(config, args.config)
     # Whatever of it has nothing to do with its layout must be right.
-    validate(replace(config, train=replace(config.train, kernels="auto")), None)
+    kernels = config.train.kernels if config.train.kernels == "naive" else "auto"
+    validate(replace(config, train=replace(config.train, kernels=kernels)), None)
     written = None
-    if next(layout_problems(config, args.gpus), None) is None and next(batch_problems(config, args.gpus), None) is None:
+    problems = (each(config, args.gpus) for each in (layout_problems, batch_problems, gradients_problems))
+    if next(chain.from_iterable(problems), None) is None:
         written = estimate(config, args.gpus, hardware)
     if args.as_written:
         if written is None:

@@ -8,7 +8,7 @@ from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.read_rows import has_files
+from pretrain.planning.costs.read_rows import has_files, has_read_rows
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
 
@@ -65,6 +65,10 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     of_tables = held_table_gradient_bytes(config.optimizer)
     less = (GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
+    # Replicas of tables whose gradients are rows have all of the state.
+    of_table_state = stepped_tables * table_state(config)
+    if has_read_rows(config):
+        of_table_state *= num_ranks / layout.pipeline / layout.memory
     files = 0.0
     if has_files(config):
         # One replica of a part, and state beside every row, whether or not it is trained.
@@ -72,6 +76,6 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
         per_rank -= own_tables
         files = own_tables * (train.element_bytes + table_state(config))
     elif config.optimizer.value_offload == "none":
-        state += stepped_tables * table_state(config)
+        state += of_table_state
     device = per_rank * train.element_bytes + with_gradients * GRADIENT_BYTES - less
     return HeldBytes(device, state / num_ranks, files)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from pretrain.config.keys import without_ineffective
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.table_gradients import settled
+from pretrain.config.table_gradients import gradients_problems, settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.equal_compute import Measure, flops_measure, solve_ffn_width
@@ -129,7 +130,8 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
                         continue
                     for memory, row_parts in _memory_groups(config, num_ranks // pipeline):
                         split = replace(config, parallel=replace(layout, memory=memory, memory_rows=row_parts))
-                        if next(layout_problems(split, num_ranks), None) is None:
+                        problems = chain(layout_problems(split, num_ranks), gradients_problems(split, num_ranks))
+                        if next(problems, None) is None:
                             yield split
 
 

@@ -185,6 +185,12 @@ def trained_tables(config: RunConfig, stage: Stage) -> float:
     return (stage.trained.table_elements + stage.trained.experts) / config.parallel.memory
 
 
+def reduced_tables(config: RunConfig, stage: Stage) -> float:
+    """The part of `trained_tables` whose gradients replicas reduce, each owning a range: without those that are rows."""
+    tables = 0.0 if has_read_rows(config) else stage.trained.table_elements
+    return (tables + stage.trained.experts) / config.parallel.memory
+
+
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
     """Bytes per weight: e; where it is trained, also 4 of gradient, or a table's 2, and optimizer state, split over replicas. Gradients of
     rows that were read count here, as a step's last backward pass finds them, though they are gone between steps."""
@@ -198,18 +204,19 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     saved = matrix_saving(config) * max(0.0, own - (dense_trained - of_matrices))
     of_experts = num_elements(matrices.experts) / layout.memory
     saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
-    on_device = stage.trained.experts * dense_state(config)
+    on_device = stage.trained.experts * dense_state(config) / division.table_replicas
     if has_files(config):
         tables -= stage.table_elements / layout.memory
     elif config.optimizer.value_offload == "none":
-        on_device += stage.trained.table_elements * table_state(config)
+        owners = 1 if has_read_rows(config) else division.table_replicas
+        on_device += stage.trained.table_elements * table_state(config) / owners
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
         MemoryPart.GRADIENTS: dense_trained * GRADIENT_BYTES,
         MemoryPart.TABLE_GRADIENTS: _table_gradients(config, stage, division, tables_trained),
         MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
-        MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory / division.table_replicas - saved_tables,
+        MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory - saved_tables,
     }
 
 

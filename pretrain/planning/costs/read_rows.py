@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files, keeps_rows
 from pretrain.planning.costs.stages import Division, FamilyInStage, Stage
 
 _SUM = 4
+WINDOW_ELEMENTS = 1 << 25
+"""Elements of sums of all replicas that are there at a time (`pretrain.engine.replica_rows`)."""
 _PLACES = 8 + 8
 """Bytes per row of sums: its number in the table, and the sum that belongs to it."""
+_PLACE = 4
+"""Bytes of the place of a replica's row among those of all."""
 _PER_FETCHED_ROW = 8 + 2 * 4 + 2 * 8
 """Bytes per row of a step that is fetched from files: its number, its state, and its places in two steps."""
 _PER_SORTED_ID = 4 + 4 + 8 + (8 + 4 + 8)
@@ -55,11 +60,18 @@ def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
     return sum(number for _, number in most_rows_of_families(config, stage, division))
 
 
-def most_rows_of_families(config: RunConfig, stage: Stage, division: Division) -> Iterator[tuple[MemoryConfig, float]]:
-    """The same by family."""
+def most_rows_of_families(
+    config: RunConfig, stage: Stage, division: Division, *, num_replicas: int = 1
+) -> Iterator[tuple[MemoryConfig, float]]:
+    """The same by family.
+
+    Args:
+        num_replicas: of a part of a table, that read them together.
+    """
     layout = config.parallel
     for family in stage.families:
         entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
+        entries *= num_replicas
         yield (
             family.memory,
             sum(
@@ -74,6 +86,21 @@ def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
     return sum(rows * memory.row_width / config.parallel.memory_columns for memory, rows in by_family)
 
 
+def updated_elements(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Elements of the rows that a step can update at the most: those that all replicas read, on each of them."""
+    by_family = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+    return sum(rows * memory.row_width / config.parallel.memory_columns for memory, rows in by_family)
+
+
+def replica_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes that a rank sends so that the replicas of a part of a table have the sums of all: its rows' numbers, and theirs."""
+    if not has_read_rows(config):
+        return 0.0
+    largest = max((bank.num_rows for bank in stage.trained_banks), default=0) / config.parallel.memory_rows
+    numbers = bytes_per_id(int(largest) + 1) * most_rows(config, stage, division)
+    return (division.table_replicas - 1) * (numbers + _SUM * read_elements(config, stage, division))
+
+
 def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
     """Bytes that the operands of table gradients take until a step's last backward pass, beside what that one keeps itself.
 
@@ -86,7 +113,28 @@ def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
 def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes on the common stream when lookups are added up, after that pass: of the sums, and of a bank's sorted ids."""
     sums = _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)
-    return sums + _PER_SORTED_ID * division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+    if division.table_replicas == 1:
+        return sums + _PER_SORTED_ID * division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+    # Those of all replicas, beside a replica's own and what is there to sort theirs, or a window of what others send.
+    size = division.table_replicas
+    rows = sum(number for _, number in most_rows_of_families(config, stage, division, num_replicas=size))
+    of_bank = size * _most_rows_of_a_bank(config, stage, division)
+    window = _SUM * min(size * read_elements(config, stage, division), WINDOW_ELEMENTS) * (1 + 1 / size)
+    sent = max(of_bank * _PER_SORTED_ID, window) + _PLACE * size * most_rows(config, stage, division)
+    return sums + _SUM * updated_elements(config, stage, division) + _PLACES * rows + sent
+
+
+def _most_rows_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Rows that a replica can read of the bank that most are read of."""
+    layout, read = config.parallel, division.rank_tokens * division.num_microbatches
+    return max(
+        (
+            min(layout.memory * read * family.memory.lookup.rows * lookups, rows / layout.memory_rows)
+            for family in stage.families
+            for rows, lookups in _lookups_of_banks(stage, family)
+        ),
+        default=0.0,
+    )
 
 
 def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:

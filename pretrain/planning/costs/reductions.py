@@ -20,6 +20,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.memory import trained_dense
+from pretrain.planning.costs.read_rows import has_read_rows
 from pretrain.planning.costs.stages import Division, Stage
 
 
@@ -101,7 +102,7 @@ def pieces_of(config: RunConfig, stage: Stage, division: Division, hardware: Har
         # Between the same block's microbatches of two chunks lie those of all stages.
         before = passed * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
         for block in range(num):
-            for bank in stage.trained_banks:
+            for bank in () if has_read_rows(config) else stage.trained_banks:
                 if (bank.chunk, bank.blocks_below) == (chunk, block):
                     of_bank = bank.elements / layout.memory
                     yield piece(Weights.TABLES, of_bank, chunk, before + block, table_gradient_bytes(config.optimizer))

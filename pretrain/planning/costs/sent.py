@@ -14,8 +14,8 @@ from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_updat
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.memory import trained_dense, trained_tables
-from pretrain.planning.costs.read_rows import has_read_rows, ids_ahead_bytes, most_rows_of_families
+from pretrain.planning.costs.memory import reduced_tables, trained_dense
+from pretrain.planning.costs.read_rows import has_read_rows, ids_ahead_bytes, most_rows_of_families, replica_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
 
@@ -32,7 +32,8 @@ class StageSent:
         tensor: of tensor parallelism in forward and backward, and of what looks back across its cuts.
         halo: of what looks back across the cuts of both.
         messages: to neighbouring stages.
-        tables: reductions of gradients and gathers of weights, of tables and experts, and sums per row over columns.
+        tables: reductions of gradients and gathers of weights, of tables and experts, rows that replicas have read, and sums
+            per row over columns.
         dense: the same of all else.
         matrices: pieces of hidden matrices that Muon updates, on the average over the ranks of the stage.
         copies: sums over the stages of banks that each holds a copy of.
@@ -78,7 +79,8 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         + _tensor_sums(config, stage, division),
         halo=m * halo.hidden * (along == "halo"),
         messages=m * crossings * hidden,
-        tables=ring(width * trained_tables(config, stage) - saved, division.table_replicas)
+        tables=ring(width * reduced_tables(config, stage) - saved, division.table_replicas)
+        + replica_bytes(config, stage, division)
         + _row_sums(config, stage, division),
         dense=ring(width * trained_dense(config, stage), division.replicas * layout.context),
         matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
@@ -116,11 +118,13 @@ def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
     if table_update(config.optimizer) is not ROW_WISE:
         return 0.0
     if has_read_rows(config):
-        rows = sum(len(memory.tables) * rows for memory, rows in most_rows_of_families(config, stage, division))
+        # Each replica updates the rows of all.
+        of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+        rows = sum(len(memory.tables) * rows for memory, rows in of_all)
     else:
         of_banks = sum(len(bank.memory.tables) * bank.num_rows for bank in stage.trained_banks)
-        rows = of_banks / config.parallel.memory_rows
-    sums = _ROW_SUM * rows / division.table_replicas
+        rows = of_banks / config.parallel.memory_rows / division.table_replicas
+    sums = _ROW_SUM * rows
     return 2 * (columns - 1) / columns * sums
 
 

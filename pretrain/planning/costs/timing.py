@@ -33,8 +33,8 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
-from pretrain.planning.costs.read_rows import has_read_rows, read_elements
+from pretrain.planning.costs.memory import MemoryPart, block_kept, reduced_tables, trained_dense, trained_tables
+from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
@@ -407,21 +407,24 @@ def _after_backward(
     # The stages add up the gradients of banks that each has a copy of after all else.
     num_ranks = division.table_replicas * layout.memory * layout.pipeline
     parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
+    in_node = division.table_replicas * layout.memory <= hardware.gpus_per_node
+    parts[TimePart.MEMORY_REDUCTION] += replica_bytes(config, stage, division) / (
+        hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s
+    )
     for part, weights, replicas in (
         (TimePart.MEMORY_UPDATE, trained_tables(config, stage), division.table_replicas),
         (TimePart.UPDATE, trained_dense(config, stage), division.replicas * layout.context),
     ):
+        owned, tables = weights / replicas, stage.trained.table_elements / layout.memory / replicas
         if part == TimePart.MEMORY_UPDATE and has_read_rows(config):
-            # Of the rows that were read alone.
-            weights += read_elements(config, stage, division) - stage.trained.table_elements / layout.memory
-        owned = weights / replicas
+            # Of the rows that were read alone, on each replica.
+            tables = updated_elements(config, stage, division)
+            weights = reduced_tables(config, stage) + tables
+            owned = reduced_tables(config, stage) / replicas + tables
         on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
         # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
         updated = (28 + element) * owned
         if part == TimePart.MEMORY_UPDATE and table_update(config.optimizer) is ROW_WISE:
-            tables = stage.trained.table_elements / layout.memory / replicas
-            if has_read_rows(config):
-                tables = read_elements(config, stage, division)
             updated += (table_step_bytes(config) - 28 - element) * tables
         gradient = table_gradient_bytes(config.optimizer) if part == TimePart.MEMORY_UPDATE else GRADIENT_BYTES
         moved = gradient * weights + 3 * gradient * owned + (0 if on_host else updated)
@@ -463,14 +466,19 @@ def _orthogonalisation_s(
 def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> SentBytes:
     layout, width = config.parallel, 4 + config.train.element_bytes
 
-    def ring(weights: float, size: int, stride: int) -> tuple[float, float]:
-        sent = weights * width * (size - 1) / size
+    def ring(weights: float, size: int, stride: int, more: float = 0.0) -> tuple[float, float]:
+        sent = weights * width * (size - 1) / size + more
         in_node = max(1, min(size, hardware.gpus_per_node // stride))
         far = sent / in_node if size > in_node else 0.0
         return sent - far, far
 
     return SentBytes(
         exchange=_exchanged(config, stage, division, hardware),
-        tables=ring(trained_tables(config, stage), division.table_replicas, layout.memory),
+        tables=ring(
+            reduced_tables(config, stage),
+            division.table_replicas,
+            layout.memory,
+            replica_bytes(config, stage, division),
+        ),
         dense=ring(trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
     )

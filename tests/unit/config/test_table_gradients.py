@@ -46,8 +46,6 @@ def test_rows_are_taken_up_to_one_read_for_two(num_keys: int, taken: str) -> Non
     [
         (("optimizer.value_weight_decay=1000", "optimizer.lr=0.01"), 1, "weight decay 1000 times"),
         (("train.kernels=naive",), 1, "train.kernels is naive"),
-        ((), 4, "4 ranks of a pipeline stage hold 4 replicas"),
-        (("parallel.memory=2",), 4, "4 ranks of a pipeline stage hold 2 replicas"),
     ],
 )
 def test_what_tables_cannot_have_falls_to_dense_with_the_reason(
@@ -59,8 +57,9 @@ def test_what_tables_cannot_have_falls_to_dense_with_the_reason(
     assert reason in choice.reason
 
 
-def test_one_replica_in_parts_has_rows() -> None:
-    choice = chosen(quickstart(SMALL, "parallel.memory=4"), 4)
+@pytest.mark.parametrize("memory", [1, 2, 4])
+def test_parts_and_replicas_have_rows(memory: int) -> None:
+    choice = chosen(quickstart(SMALL, f"parallel.memory={memory}"), 4)
     assert choice is not None
     assert choice.taken == "rows"
 
@@ -91,8 +90,8 @@ def test_a_dtype_is_that_of_dense_gradients_alone() -> None:
 
 
 def test_the_last_choice_is_what_is_validated_and_estimated() -> None:
-    for num_ranks, taken in ((1, "rows"), (2, "dense")):
-        config = quickstart(SMALL)
+    for num_ranks, taken, size in ((1, "rows", SMALL), (2, "rows", SMALL), (2, "dense", "model.memory.num_keys=511")):
+        config = quickstart(size)
         assert validate(config, num_ranks).optimizer.table_gradients == taken
         sized = replace(config, model=replace(config.model, vocab_size=4096))
         found = estimate(sized, num_ranks, load_hardware("h100-80g"))
@@ -116,7 +115,7 @@ def test_every_layer_of_a_model_reads() -> None:
     [
         (["config", "show"], "# optimizer.table_gradients (auto): rows: a step reads"),
         (["config", "check", "--elsewhere", "--ranks", "1"], "optimizer.table_gradients (auto): rows: a step reads"),
-        (["config", "check", "--elsewhere", "--ranks", "2"], "optimizer.table_gradients (auto): dense: 2 ranks of"),
+        (["config", "check", "--elsewhere", "--ranks", "2"], "optimizer.table_gradients (auto): rows: a step reads"),
         (
             ["plan", "--gpus", "1", "--gpu", "h100-80g", "model.vocab_size=4096"],
             "optimizer.table_gradients (auto): rows: a step reads",
