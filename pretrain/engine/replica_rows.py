@@ -18,7 +18,7 @@ from kernels.common.row_gradient import DistinctRows, RowGradient, distinct_rows
 from kernels.common.tables import row_dtype
 
 # Elements of sums of all replicas that are there at a time.
-_WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 25, 1 << 18
+_WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 25, 1 << 22
 
 
 def add_up_replicas(gradients: Sequence[RowGradient], replicas: dist.ProcessGroup) -> None:
