@@ -27,7 +27,6 @@ from pretrain.planning.costs.formulas import (
 from pretrain.planning.costs.hardware import FOLDER, Hardware, load_hardware
 from pretrain.planning.costs.layouts import (
     all_estimates,
-    dense_twin,
     estimate,
     estimates_of,
     possible_layouts,
@@ -37,6 +36,7 @@ from pretrain.planning.costs.layouts import (
 from pretrain.planning.costs.memory import in_flight, stage_bytes
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.twins import dense_twin
 from tools import cli
 from tools.plan.command import with_counts
 
@@ -253,8 +253,9 @@ def test_host_memory_limits_what_is_stepped_and_saved_there() -> None:
 
 def test_a_dense_twin_has_as_many_operations_and_no_memory() -> None:
     config = load_config(LARGE)
-    twin = dense_twin(config)
-    assert twin is not None
+    found = dense_twin(config)
+    assert found is not None
+    twin = found.config
     assert twin.model.memory is None
     length = config.train.sequence_length
     flops = forward_flops_per_token(config.model, length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -13,11 +12,11 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.step import Cost, Part, part_costs
 from pretrain.planning.costs.timing import StepTime, TimePart, step_time
+from pretrain.planning.costs.twins import dense_twin, experts_twin
 from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
 from tools.bench.timeline import RangeTimes
 
@@ -63,49 +62,34 @@ def with_pairs(configs: Mapping[str, RunConfig]) -> dict[str, Contender]:
             )
         contenders[name] = Contender(config)
         try:
-            contenders[f"{name}, dense"] = replace(dense_pair(config), like=name)
-            contenders[f"{name}, experts"] = replace(experts_pair(config), like=name)
+            for kind, pair in _pairs(config):
+                contenders[f"{name}, {kind}"] = replace(pair, like=name)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
     return contenders
 
 
-def dense_pair(config: RunConfig) -> Contender:
-    """The same without memory, with a feed-forward that makes up for its forward FLOPs per token.
-
-    Raises:
-        ValueError: no width can do it.
-    """
-    measure = flops_measure(config.train.sequence_length)
-    dense = replace(config.model, memory=None)
-    # As wide tiles as GPUs like, where the rounding is below a percent.
-    multiple = math.lcm(64 if config.model.hidden_size >= 512 else 8, config.parallel.tensor)
-    solved = solve_ffn_width(dense, measure, measure(config.model), multiple=multiple)
-    return Contender(
-        replace(
-            config,
-            model=replace(dense, ffn_hidden_size=solved.width),
-            # Nothing is left to split.
-            parallel=replace(config.parallel, memory=1),
+def _pairs(config: RunConfig) -> Iterator[tuple[str, Contender]]:
+    dense, experts = dense_twin(config), experts_twin(config)
+    assert dense is not None
+    assert experts is not None
+    width = dense.solved
+    yield (
+        "dense",
+        Contender(
+            dense.config,
+            f"model.ffn_hidden_size {width.width} ({width.exact:.1f} would be equal), forward FLOPs per token "
+            f"{width.residual:+.2%}",
         ),
-        f"model.ffn_hidden_size {solved.width} ({solved.exact:.1f} would be equal), forward FLOPs per token "
-        f"{solved.residual:+.2%}",
     )
-
-
-def experts_pair(config: RunConfig) -> Contender:
-    """The same with experts in place of memory and feed-forward: as many active parameters, and about as many in all.
-
-    Raises:
-        ValueError: no mixture can do it.
-    """
-    model, counts = config.model, count_parameters(config.model)
-    solved = solve_experts(model, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
-    moe = solved.moe
-    return Contender(
-        replace(config, model=replace(model, memory=None, moe=moe)),
-        f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
-        f"{solved.active_residual:+.2%}, all parameters {solved.total_residual:+.2%}",
+    mixture, moe = experts.solved, experts.solved.moe
+    yield (
+        "experts",
+        Contender(
+            experts.config,
+            f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
+            f"{mixture.active_residual:+.2%}, all parameters {mixture.total_residual:+.2%}",
+        ),
     )
 
 

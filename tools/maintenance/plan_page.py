@@ -15,10 +15,11 @@ from pretrain.config.stages import load_config
 from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.hardware import Hardware, load_hardware
-from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended, too_large
+from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended, too_large
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.twins import dense_twin
 
 GPU = "h100-80g"
 GPUS = (64, 256, 512)
@@ -328,8 +329,8 @@ def _cost(each: Estimate, place: int) -> str:
 def _twin(plan: Planned, hardware: Hardware) -> str:
     twin = dense_twin(plan.best.config)
     assert twin is not None
-    own = recommended(all_estimates(twin, plan.num_gpus, hardware), hardware)
-    return f"{(own or estimate(twin, plan.num_gpus, hardware)).time.total_s:.2f}"
+    own = recommended(all_estimates(twin.config, plan.num_gpus, hardware), hardware)
+    return f"{(own or estimate(twin.config, plan.num_gpus, hardware)).time.total_s:.2f}"
 
 
 def marks(part: str) -> tuple[str, str]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
+from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions
+from pretrain.planning.costs.twins import dense_twin
 
 _HEAD = (
     "TP",
@@ -129,10 +130,11 @@ def twin_text(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str
     twin = dense_twin(best.config)
     if twin is None:
         return
-    same, own = estimate(twin, num_gpus, hardware), recommended(all_estimates(twin, num_gpus, hardware), hardware)
+    dense = twin.config
+    same, own = estimate(dense, num_gpus, hardware), recommended(all_estimates(dense, num_gpus, hardware), hardware)
     yield ""
     yield (
-        f"A dense model of equal FLOPs (ffn_hidden_size {twin.model.ffn_hidden_size:,}): {same.time.total_s:.2f} s per "
+        f"A dense model of equal FLOPs (ffn_hidden_size {dense.model.ffn_hidden_size:,}): {same.time.total_s:.2f} s per "
         f"step in this layout"
         + (f", {own.time.total_s:.2f} s in its own" if own else "")
         + f"; the memory's step is {best.time.total_s / same.time.total_s:.1f} times as long."

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from pretrain.config.keys import without_ineffective
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.table_gradients import gradients_problems, settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
-from pretrain.planning.costs.equal_compute import Measure, flops_measure, solve_ffn_width
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
 from pretrain.planning.costs.timing import StepTime, step_time
@@ -185,25 +183,6 @@ def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list
         e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)
     ]
     return sorted(found, key=lambda each: each.time.total_s)
-
-
-def dense_twin(config: RunConfig, measure: Measure | None = None, *, multiple: int = 64) -> RunConfig | None:
-    """The run without its memory, of as many forward FLOPs per token by a wider feed-forward.
-
-    None where there is no memory, or no feed-forward whose width could be solved for.
-
-    Args:
-        config: with the memory.
-        measure: to make equal instead of forward FLOPs per token.
-        multiple: what the width is a multiple of.
-    """
-    model = config.model
-    if model.memory is None or model.moe is not None:
-        return None
-    bare = replace(model, memory=None, second_memory=None)
-    measure = measure or flops_measure(config.train.sequence_length)
-    width = solve_ffn_width(bare, measure, measure(model), multiple=multiple).width
-    return without_ineffective(replace(config, model=replace(bare, ffn_hidden_size=width)))
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,7 +3,7 @@ instead (`megamem study compare --controls`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -12,9 +12,8 @@ from megamem.memory_config import Control
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.equal_compute import solve_experts, total_measure
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.layouts import dense_twin
+from pretrain.planning.costs.equal_compute import total_measure
+from pretrain.planning.costs.twins import DenseTwin, ExpertsTwin, dense_twin, experts_twin
 from tools.parameter_table import markdown_table
 from tools.studies.compare.addresses import Addresses
 from tools.studies.compare.runs import RunResult
@@ -59,29 +58,29 @@ def controls_of(config: RunConfig) -> Controlled:
         value_weight_decay=0.0,
         pre_value_lr_multiplier=None if config.optimizer.pre_value_lr_multiplier is None else 0.0,
     )
-    found: dict[str, RunConfig | None] = {
+    found = {
         "one_row": _with_control(config, "one_row"),
         "random_rows": replace(config, optimizer=frozen),
         "others_rows": _with_control(config, "others_rows"),
     }
     left_out = {}
-    # Rounded as feed-forwards of this size are: 8 columns are below half a percent of the smallest.
-    for name, measure in (("equal_flops", None), ("equal_parameters", total_measure)):
+    twins: dict[str, Callable[[], DenseTwin | ExpertsTwin | None]] = {
+        "equal_flops": lambda: dense_twin(config),
+        "equal_parameters": lambda: dense_twin(config, total_measure),
+        "experts": lambda: experts_twin(config, width_multiple=1),
+    }
+    for name, make_twin in twins.items():
         try:
-            found[name] = dense_twin(config, measure, multiple=8)
+            twin = make_twin()
         except ValueError as error:
-            found[name], left_out[name] = None, str(error)
-    try:
-        found["experts"] = _experts(config)
-    except ValueError as error:
-        found["experts"], left_out["experts"] = None, str(error)
-    for name, control in found.items():
-        if control is None:
-            left_out.setdefault(name, "model.moe is set: there is no dense feed-forward")
+            left_out[name] = str(error)
+            continue
+        if twin is None:
+            left_out[name] = "model.moe is set: there is no dense feed-forward"
+        else:
+            found[name] = twin.config
     named = {
-        name: replace(without_ineffective(control), name=f"{config.name}.{name}")
-        for name, control in found.items()
-        if control is not None
+        name: replace(without_ineffective(control), name=f"{config.name}.{name}") for name, control in found.items()
     }
     return Controlled(config, named, left_out)
 
@@ -92,15 +91,6 @@ def _with_control(config: RunConfig, control: Control) -> RunConfig:
         for key, memory in zip(("memory", "second_memory"), config.model.memories, strict=False)
     }
     return replace(config, model=replace(config.model, **both))
-
-
-def _experts(config: RunConfig) -> RunConfig | None:
-    twin = dense_twin(config)
-    if twin is None:
-        return None
-    counts = count_parameters(config.model)
-    solved = solve_experts(config.model, active=counts.active, total=counts.total, width_multiple=1)
-    return replace(twin, model=replace(config.model, memory=None, second_memory=None, moe=solved.moe))
 
 
 def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> str:
