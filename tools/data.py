@@ -71,6 +71,15 @@ Ids whose texts differ in case, accents, compatibility forms of Unicode or space
 `model.memory.token_map` of memories of kind engram; a run keeps it in its checkpoints.
 """
 
+_PACKAGE_EPILOG = """\
+examples:
+  megamem data package Django==5.2.8 --files 'docs/*.txt' --output data/django.jsonl
+  megamem data prepare data/django.jsonl --output data/django --validation-fraction 0.05
+
+Manuals in source archives are prose that every mirror of PyPI has. pip fetches the archive, with its own settings of
+mirrors and proxies, and runs the package's build as at an installation.
+"""
+
 _VERIFY_EPILOG = """\
 examples:
   megamem data verify data/stdlib data/web
@@ -103,6 +112,7 @@ def add_parser(subparsers: Any) -> None:
     _add_tokenizer(commands)
     _add_codes(commands)
     _add_compress(commands)
+    _add_package(commands)
     _add_inspect(commands)
     _add_verify(commands)
     _add_synthetic(commands)
@@ -218,6 +228,20 @@ def _add_compress(commands: Any) -> None:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".npy to write: an id per token id")
     parser.set_defaults(func=run_compress)
+
+
+def _add_package(commands: Any) -> None:
+    parser = add_command(commands, "package", "texts of a package's source archive, from PyPI", _PACKAGE_EPILOG)
+    parser.add_argument("package", metavar="NAME==VERSION", help="package, with an exact version")
+    parser.add_argument(
+        "--files",
+        required=True,
+        action="append",
+        metavar="PATTERN",
+        help="files to take, by their paths in the archive; * matches / too; may be repeated",
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".jsonl to write: a line per file")
+    parser.set_defaults(func=run_package)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -424,6 +448,18 @@ def run_compress(args: argparse.Namespace) -> int:
         f"Wrote {args.output}: {len(mapped)} ids become {fewer}, {1 - fewer / len(mapped):.2%} fewer. Train with "
         f"model.memory.token_map={args.output} model.memory.compressed_vocab_size={fewer}"
     )
+    return 0
+
+
+def run_package(args: argparse.Namespace) -> int:
+    """`megamem data package`. Raises DataError."""
+    from pretrain.data.archives import write_package_texts
+
+    if args.output.exists():
+        raise DataError(f"{args.output} exists. Choose another --output, or remove it.")
+    print(f"pip fetches the source archive of {args.package} ...", flush=True)
+    fetched = write_package_texts(args.package, args.files, args.output)
+    print(f"Wrote {args.output}: {plural(fetched.num_documents, 'document')}, {fetched.num_bytes:,} bytes of text.")
     return 0
 
 

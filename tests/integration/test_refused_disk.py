@@ -29,6 +29,7 @@ WRITERS: dict[str, str] = {
     "data prepare": "{texts} --output {place}/made --workers 1 --tokenizer bytes",
     "data tokenizer": "{texts} --vocab-size 257 --output {place}/made.json",
     "data compress": "bytes --output {place}/made.npy",
+    "data package": "megamem==0 --files *.txt --output {place}/made.jsonl",
     "data codes": "{images} --patch 2 --codes 2 --output {place}/made.npz",
     "data synthetic": "{corpus} --output {place}/made --documents 2 --lengths 256 --tasks needle",
     "study probe": "{place}/run --samples 1 --nproc 1",
