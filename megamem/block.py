@@ -98,13 +98,15 @@ class FfnWithMemory(MegatronModule, MemorySite):
         if not self.memory_enabled or self.joins_later:
             out, bias = self.ffn(hidden)
             return out, bias
-        from_memory = self.side_stream.start(self.memory, hidden, inputs)
+        from_memory = self.side_stream.start(self.memory, _query(hidden, inputs), inputs)
         out, bias = self.ffn(hidden)
         return out + from_memory(), bias
 
     def read(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Mem(n) for `hidden` = n [t, b, D]; zeros while the memory is switched off."""
-        out: Tensor = self.memory(hidden, inputs) if self.memory_enabled else torch.zeros_like(hidden)
+        if not self.memory_enabled:
+            return torch.zeros_like(hidden)
+        out: Tensor = self.memory(_query(hidden, inputs), inputs)
         return out
 
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
@@ -112,12 +114,18 @@ class FfnWithMemory(MegatronModule, MemorySite):
         self.memory(no_token, inputs)
 
 
+def _query(hidden: Tensor, inputs: Inputs) -> Tensor:
+    """Input of a memory in a block with `hidden` = n [t, b, D]: that, or the n of an earlier block."""
+    return hidden if inputs.query is None else inputs.query
+
+
 class MemoryBlock(TransformerLayer):
     """A block that has a memory, or after which the output of a skipping one joins (UltraMem, section 3.2).
 
     Outputs that have not joined yet travel from block to block in Megatron's `context`, stacked to [m, t, b, D], so
     they are arguments and results of whatever recomputes a block (see `megamem.inputs`). Blocks between pass them on
-    untouched. All of them have joined at the end of a model chunk.
+    untouched. All of them have joined at the end of a model chunk. Where memories of several blocks read with one
+    stream (`PlacementConfig.query_group`), the first of them sends its n [t, b, D] the same way.
 
     The release keeps one pending output only, and loses the earlier of two overlapping spans; here both are added.
     """
@@ -155,10 +163,16 @@ class MemoryBlock(TransformerLayer):
 
         Args:
             hidden_states: [t, b, D].
-            context: outputs on their way [m, t, b, D]; None if m is 0. For a family that reads once: `Inputs.read`.
+            context: outputs on their way [m, t, b, D]; None if m is 0. For a family that reads once: `Inputs.read`; among
+                blocks that read with one stream: `Inputs.query`.
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
-        inputs = Inputs(context_mask, context if self.plan.reads_once else None)
+        assert self.plan.queried is None or context is not None
+        inputs = Inputs(
+            context_mask,
+            read=context if self.plan.reads_once else None,
+            query=None if self.plan.queried is None else context,
+        )
         if self.plan.slot is not None and self.plan.slot.is_in_attention:
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
@@ -169,7 +183,9 @@ class MemoryBlock(TransformerLayer):
             inputs = inputs.share(self.tp_group)
         stream = hidden if self.plan.adds_attention else hidden_states
         out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
-        if self.plan.reads_once:
+        if self.plan.lends_query:
+            return out, normal
+        if self.plan.reads_once or self.plan.queried is not None:
             return out, context
         leaving = (self.mlp.read(normal, inputs),) if self.mlp.joins_later else ()
         return self._with_arrivals(out, context, leaving)
@@ -178,6 +194,8 @@ class MemoryBlock(TransformerLayer):
         self, out: Tensor, context: Tensor | None, leaving: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """`out` and what joins it, and those that go on together with this block's own."""
+        if not self.joins and not leaving:
+            return out, context
         waiting = []
         for output, joins in zip(() if context is None else context.unbind(0), self.joins, strict=True):
             if joins:

@@ -24,12 +24,16 @@ class BlockPlan:
         memory: index of that memory layer.
         has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
         reads_once: whether its memory weighs what was read for all blocks of the chunk together.
+        queried: the earlier block whose normalised stream its memory reads with; None: its own.
+        lends_query: whether memories of later blocks read with its normalised stream.
     """
 
     slot: Slot | None = None
     memory: int | None = None
     has_layer_norm: bool = False
     reads_once: bool = False
+    queried: int | None = None
+    lends_query: bool = False
 
     @property
     def adds_attention(self) -> bool:
@@ -70,10 +74,13 @@ PLAIN = BlockPlan()
 def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """The blocks in which a memory reads, by their numbers from 0; all others are `PLAIN`."""
     plans = {}
+    lending = {span.queried for span in model.memory_spans}
     for index, layer in enumerate(model.memory_layers):
-        memory, slot = layer.memory, layer.memory.slot_of(layer.span)
+        memory, span, slot = layer.memory, layer.span, layer.memory.slot_of(layer.span)
         has_layer_norm = slot.is_inserted and memory.placement.norm == "layer"
-        plans[layer.span.read] = BlockPlan(slot, index, has_layer_norm, memory.reads_once)
+        plans[span.read] = BlockPlan(
+            slot, index, has_layer_norm, memory.reads_once, span.queried, lends_query=span.read in lending
+        )
     return MappingProxyType(plans)
 
 
@@ -109,18 +116,20 @@ def sum_over_blocks(model: ModelConfig, figure: Callable[[BlockPlan], int]) -> i
 class Unit:
     """Blocks first..last of which no chunk may hold a part only.
 
-    They share a memory bank, or a memory reads at the first of them and adds after the last.
+    They share a memory bank, a memory reads at the first of them and adds after the last, or that of the last reads with
+    the stream of the first.
     """
 
     first: int
     last: int
-    kind: Literal["group", "span"]
+    kind: Literal["group", "span", "query"]
 
 
 def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
-    """Units that no edge of a chunk may cross, because tables and pending outputs do not travel between stages."""
+    """Units that no edge of a chunk may cross, because tables, pending outputs and queries do not travel between stages."""
     spans = model.memory_spans
     units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
+    units += [Unit(span.queried, span.read, "query") for span in spans if span.queried is not None]
     for bank in model.memory_plan.banks:
         first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
         if last > first and not bank.on_every_stage:

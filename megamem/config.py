@@ -221,6 +221,13 @@ class ModelConfig(Config):
                     "follow attention's heads: such a family is the only one of its model, leave out "
                     "model.second_memory"
                 )
+        handing_on = [each for each in (memory, second) if each.placement.hands_on]
+        if len(handing_on) == 2 and any(each.placement.query_group > 1 for each in handing_on):
+            raise ValueError(
+                f"model.memory.placement.query_group is {memory.placement.query_group} and that of model.second_memory "
+                f"{second.placement.query_group}, but blocks hand on what one family of memories reads with, and nothing "
+                "else: set query_group: 1, and no spans, for one of them"
+            )
         taken = {span.read for span in resolve_placement(memory.placement, self.num_layers)}
         both = sorted(taken.intersection(span.read for span in resolve_placement(second.placement, self.num_layers)))
         if both:

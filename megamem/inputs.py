@@ -4,7 +4,8 @@ A chunk with a memory that asks for tokens (`MemoryConfig.reads_tokens`) reads t
 message between stages grows. Inside a model chunk two of Megatron's arguments carry it, both of which
 `TransformerBlock` hands to every block and `_checkpointed_forward` saves as arguments of what it recomputes:
 `context_mask` the token ids and positions (`pack`), and `context`, which a block also returns, the outputs that join in
-a later block (`megamem.block.MemoryBlock`), or what all blocks of a chunk read once (`megamem.layers.shared_read`). Both belong to cross-attention, of which these models have none. Nothing is
+a later block (`megamem.block.MemoryBlock`), the stream that memories of several blocks read with, or what all blocks of a chunk read
+once (`megamem.layers.shared_read`). Both belong to cross-attention, of which these models have none. Nothing is
 kept on a module: under 1F1B the forward pass of another microbatch runs before a block is recomputed. Megatron's other
 arguments would do worse: `attention_bias` and `packed_seq_params` reach a recomputed block through a closure, and
 `padding_mask` not at all where `recompute_method: block` leaves a block alone.
@@ -32,6 +33,7 @@ class Inputs:
 
     Attributes:
         packed: [2 + A, s, b] int64, as `pack` makes it; None where the family does not read tokens.
+        query: [t, b, D], the normalised stream of an earlier block, which the memory reads with; None: its own block's.
         read: [t, b, ...], what the layers of a chunk have read together (`megamem.layers.shared_read`), of this
             tensor-parallel rank's tokens; None where each reads by itself.
         cache: of a text that is being generated, for layers that look back; None in training.
@@ -39,6 +41,7 @@ class Inputs:
 
     packed: Tensor | None
     read: Tensor | None = None
+    query: Tensor | None = None
     cache: KeyValueCache | None = None
 
     @property
@@ -73,7 +76,7 @@ class Inputs:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """See `Tensor.record_stream`."""
-        for tensor in (self.packed, self.read):
+        for tensor in (self.packed, self.read, self.query):
             if tensor is not None:
                 tensor.record_stream(stream)
 

@@ -240,7 +240,13 @@ class MemoryConfig(Config, ABC):
     @property
     def placement_keys(self) -> tuple[str, ...]:
         """Keys of `placement` that are read, besides those that name blocks."""
-        return (*(("spans", "position") if self.slot is None else ()), *(("norm",) if self.is_inserted else ()))
+        around = ("spans", "position") if self.slot is None else ()
+        return (*around, *(("query_group",) if self.has_queries else ()), *(("norm",) if self.is_inserted else ()))
+
+    @property
+    def has_queries(self) -> bool:
+        """True if hidden states around the feed-forward say what is read."""
+        return self.slot is None and not self.reads_tokens
 
     @property
     @abstractmethod

@@ -445,6 +445,12 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
     """
     inside = {span.read: index for index, span in enumerate(spans) if span.read in layers}
     for span in spans:
+        if span.queried is not None and (span.read in layers) != (span.queried in layers):
+            raise ValueError(
+                f"the memory of block {span.read} reads with the stream of block {span.queried}, of which one pipeline chunk "
+                f"holds one alone (blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.query_group, "
+                "parallel.pipeline or parallel.virtual_pipeline"
+            )
         if (span.read in layers) != (span.add in layers):
             raise ValueError(
                 f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import PositiveInt
@@ -22,10 +22,15 @@ _KEY = "model.memory.placement.spans"
 
 @dataclass(frozen=True)
 class Span:
-    """One memory layer: it reads at block `read`, and its output is added after block `add`."""
+    """One memory layer: it reads at block `read`, and its output is added after block `add`.
+
+    Attributes:
+        queried: the earlier block whose normalised stream is its input; None: that of its own block.
+    """
 
     read: int
     add: int
+    queried: int | None = None
 
     @property
     def is_skip(self) -> bool:
@@ -77,6 +82,9 @@ class PlacementConfig(Config):
     spans: str | None = None
     """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first
     block, add after the second. Null: the memory adds where it reads."""
+    query_group: Annotated[PositiveInt, EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")] = 1
+    """So many memory layers in a row read with the stream that the first of them is given, and add each in its own
+    block (1: each reads with its own)."""
     position: Annotated[
         Literal["beside", "instead", "inserted"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
     ] = "beside"
@@ -90,12 +98,24 @@ class PlacementConfig(Config):
         super().__post_init__()
         if self.spans is not None:
             parse_spans(self.spans)
+        if self.spans is None and self.position != "beside" and self.query_group > 1:
+            raise ValueError(
+                f"model.memory.placement.query_group is {self.query_group}, but position is {self.position}, where nothing "
+                "but the memory reads its block's norm: use query_group: 1, or position: beside"
+            )
         blocks = self.blocks
         if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
             raise ValueError(
                 f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once "
                 "and at least one (leave model.memory out for a model without)"
             )
+
+    @property
+    def hands_on(self) -> bool:
+        """True if blocks hand something of the memories to later ones."""
+        return self.query_group > 1 or (
+            self.spans is not None and any(span.is_skip for span in parse_spans(self.spans))
+        )
 
 
 def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
@@ -132,7 +152,12 @@ def resolve_placement(placement: PlacementConfig, num_layers: int) -> tuple[Span
     """
     count_memory_layers(placement, num_layers)
     every = range(placement.every - 1, num_layers, placement.every)
-    return _listed(placement) or tuple(Span(block, block) for block in every)
+    spans = _listed(placement) or tuple(Span(block, block) for block in every)
+    group = placement.query_group
+    firsts = [spans[index - index % group].read for index in range(len(spans))]
+    return tuple(
+        span if span.read == first else replace(span, queried=first) for span, first in zip(spans, firsts, strict=True)
+    )
 
 
 def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:

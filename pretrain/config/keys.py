@@ -187,6 +187,7 @@ RUN_RULES: tuple[CrossRule, ...] = (
         for key, where in (
             ("spans", "around the feed-forward"),
             ("position", "around the feed-forward"),
+            ("query_group", "around the feed-forward, and reads what hidden states ask for"),
             ("norm", "in inserted blocks"),
         )
     ),

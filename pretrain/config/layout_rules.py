@@ -172,8 +172,12 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
     fix = "the nearest layouts that work are " + ", ".join(nearest) if nearest else "use fewer chunks"
     yield (
         f"parallel.pipeline_layout is {layout!r}, which splits blocks {where}{more}: those share a memory bank, "
-        f"or a memory reads and adds there, and must stand on one chunk: {fix}"
+        f"or what a memory reads with or adds, and must stand on one chunk: {fix}"
     )
+
+
+def _query_group(config: RunConfig) -> int:
+    return max(memory.placement.query_group for memory in config.model.memories)
 
 
 def _even_chunks(config: RunConfig) -> Iterator[str]:
@@ -209,6 +213,13 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
                 f"blocks into a chunk, and blocks {unit.first} and {unit.last} into different ones, "
                 f"where the output cannot follow: {_nearest_text(config, units)}"
             )
+    queried = next((unit for unit in split if unit.kind == "query"), None)
+    if queried is not None:
+        yield (
+            f"{key}.placement.query_group is {_query_group(config)}, but {layout} puts {num_layers // chunks} "
+            f"blocks into a chunk, and the memory of block {queried.last}, which reads with the stream of block "
+            f"{queried.first}, into another one: {_nearest_text(config, units)}"
+        )
     if any(unit.kind == "group" for unit in split):
         assert memory is not None
         held = "layers" if config.model.num_memory_layers == num_layers else "blocks"

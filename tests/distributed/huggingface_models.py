@@ -73,6 +73,7 @@ MODELS: dict[str, ModelConfig] = {
     "v2 instead of feed-forwards": replace(
         BASE, memory=replace(V2, placement=PlacementConfig(blocks=(1, 2), position="instead"))
     ),
+    "v2, two blocks with one stream": replace(BASE, memory=replace(V2, placement=PlacementConfig(query_group=2))),
     "ultramem, skipping and overlapping": replace(
         BASE,
         memory=UltraMemConfig(

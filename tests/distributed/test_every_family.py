@@ -98,6 +98,7 @@ BESIDE: tuple[dict[str, Any], ...] = (
 UNREAD = {
     "placement.position",
     "placement.spans",
+    "placement.query_group",
     "placement.norm",
     "value_dim",
     "num_heads",

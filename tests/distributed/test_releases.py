@@ -153,6 +153,10 @@ def test_what_a_release_does_not_have_is_refused(states: dict[str, dict[str, Ten
     mixture = replace(model_of(None), moe=MoEConfig(num_experts=4, top_k=2))
     with pytest.raises(ConfigError, match=r"has no models with model\.moe"):
         released_pairs(mixture, {}, ULTRAMEMV2_RELEASE)
+    assert isinstance(V2, UltraMemV2Config)
+    queried = replace(V2, placement=PlacementConfig(query_group=2))
+    with pytest.raises(ConfigError, match=r"has no memories that read with an earlier block's stream"):
+        released_pairs(model_of(queried), {}, ULTRAMEMV2_RELEASE)
     biased = MemoryPlusConfig(value_dim=16, biases=True, **GRID)
     with pytest.raises(ConfigError, match=r"has no decoder\.layers\.0\.mlp\.memory\.query_bias"):
         released_pairs(model_of(biased), {"decoder.layers.0.mlp.memory.query_bias": (3,)}, ULTRAMEMV2_RELEASE)

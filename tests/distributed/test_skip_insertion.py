@@ -1,5 +1,5 @@
-"""Memories that read in one block and add after a later one: what they compute, and that no schedule or layout changes
-it.
+"""Memories that read in one block and add after a later one, or read with an earlier block's stream: what they compute,
+and that no schedule or layout changes it.
 
 Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megamem.block import MemoryBlock
 from megamem.config import ModelConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
 from megamem.spans import PlacementConfig, Span
 from parallel.cpu import cuda_on_cpu
@@ -30,13 +31,21 @@ from tests.microbatch import some_inputs
 SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
 # Every pair of blocks is closed in itself, for two stages of two chunks.
 SHORT_SPANS = "0:1/2:3/5:5/6:7"
+# Pairs and fours of blocks that read with one stream, beside plain blocks.
+FOURS = PlacementConfig(query_group=4)
+GAPS = PlacementConfig(blocks=(0, 2, 5, 7), query_group=2)
+PAIRS = PlacementConfig(query_group=2)
 # Tolerance of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
 TOLERANCE = 2e-6
 
 
-def with_spans(spans: str) -> RunConfig:
+def spread(spans: str) -> PlacementConfig:
+    return PlacementConfig(spans=spans)
+
+
+def placed(placement: PlacementConfig) -> RunConfig:
     """Eight blocks, a private table per memory."""
-    model = replace(SHARED.model, num_layers=8, memory=replace(MEMORY, placement=PlacementConfig(spans=spans)))
+    model = replace(SHARED.model, num_layers=8, memory=replace(MEMORY, placement=placement))
     return replace(SHARED, model=model)
 
 
@@ -47,6 +56,7 @@ def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Ten
     weights = dict(model.named_parameters())
     x = F.embedding(ids, weights["embedding.word_embeddings.weight"])
     pending: list[tuple[Span, Tensor]] = []
+    normal: dict[int, Tensor] = {}
     memories = {int(layer.name.split(".")[2]): layer for layer in model.memory_layers}
     for block in range(config.num_layers):
         of_block = {
@@ -55,13 +65,14 @@ def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Ten
             if name.startswith(f"decoder.layers.{block}.")
         }
         x = x + plain_attention(plain_norm(x, of_block["input_layernorm.weight"]), of_block, config)
-        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"])
+        n = normal[block] = plain_norm(x, of_block["pre_mlp_layernorm.weight"])
         prefix = "mlp.ffn" if block in memories else "mlp"
         gate, up = F.linear(n, of_block[f"{prefix}.linear_fc1.weight"]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, of_block[f"{prefix}.linear_fc2.weight"])
         if block in memories:
             span = next(span for span in config.memory_spans if span.read == block)
-            pending.append((span, memories[block](n.transpose(0, 1), some_inputs(n.transpose(0, 1))).transpose(0, 1)))
+            query = normal[block if span.queried is None else span.queried].transpose(0, 1)
+            pending.append((span, memories[block](query, some_inputs(query)).transpose(0, 1)))
         x = x + sum(out for span, out in pending if span.add == block)
     return F.linear(
         plain_norm(x, weights["decoder.final_layernorm.weight"]), weights["embedding.word_embeddings.weight"]
@@ -99,9 +110,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return config.rotary_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-def errors_against_plain(spans: str) -> dict[str, float]:
+def errors_against_plain(placement: PlacementConfig) -> dict[str, float]:
     """Largest errors of logits and of every gradient, over the largest element of the reference."""
-    config = with_spans(spans)
+    config = placed(placement)
     with cuda_on_cpu():
         groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
         (model,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
@@ -129,10 +140,10 @@ def errors_against_plain(spans: str) -> dict[str, float]:
     return {name: float((actual[name] - r).abs().max() / r.abs().max()) for name, r in reference.items()}
 
 
-@pytest.mark.parametrize("spans", [SPANS, SHORT_SPANS, "0:7/3:5", "0:2/1:3"])
-def test_the_model_computes_what_plain_pytorch_does(run_ranks: Any, spans: str) -> None:
+@pytest.mark.parametrize("placement", [*map(spread, (SPANS, SHORT_SPANS, "0:7/3:5", "0:2/1:3")), FOURS, GAPS], ids=str)
+def test_the_model_computes_what_plain_pytorch_does(run_ranks: Any, placement: PlacementConfig) -> None:
     """The release keeps the second output only in `0:2/1:3`, and the first memory has no gradient there."""
-    (errors,) = run_ranks(lambda: errors_against_plain(spans), 1)
+    (errors,) = run_ranks(lambda: errors_against_plain(placement), 1)
     assert max(errors.values()) < 1e-9, errors
 
 
@@ -142,17 +153,21 @@ def train(config: RunConfig) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("spans", "layouts"),
+    ("placement", "layouts"),
     [
-        (SPANS, [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]),
-        (SHORT_SPANS, [{"pipeline": 2, "virtual_pipeline": 2}]),
+        (spread(SPANS), [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]),
+        (spread(SHORT_SPANS), [{"pipeline": 2, "virtual_pipeline": 2}]),
+        (FOURS, [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]),
+        (GAPS, [{"pipeline": 2}]),
+        (PAIRS, [{"pipeline": 2, "virtual_pipeline": 2}]),
     ],
+    ids=str,
 )
 def test_no_layout_and_no_recomputation_changes_a_run(
-    run_ranks: Any, spans: str, layouts: list[dict[str, int]]
+    run_ranks: Any, placement: PlacementConfig, layouts: list[dict[str, int]]
 ) -> None:
     """Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed."""
-    config = with_spans(spans)
+    config = placed(placement)
 
     def variants(layouts: list[dict[str, int]]) -> list[RunConfig]:
         return [
@@ -166,3 +181,18 @@ def test_no_layout_and_no_recomputation_changes_a_run(
     for run in (*alone[1:], *together):
         for actual, expected in zip(run, alone[0], strict=True):
             assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_blocks_of_another_family_pass_it_on(run_ranks: Any) -> None:
+    """The memory of block 3 reads with the stream of block 1, over a block with n-grams."""
+    learned = replace(MEMORY, placement=PlacementConfig(blocks=(1, 3), query_group=2))
+    ngrams = EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=8, placement=PlacementConfig(blocks=(0, 2)))
+    both = replace(SHARED, model=replace(SHARED.model, num_layers=4, memory=learned, second_memory=ngrams))
+    own = replace(both, model=replace(both.model, memory=replace(learned, placement=PlacementConfig(blocks=(1, 3)))))
+    again = replace(both, train=replace(both.train, recompute="full"))
+    expected, recomputed, others = run_ranks(lambda: [train(config) for config in (both, again, own)], 1)[0]
+    (split,) = run_ranks(lambda: [train(replace(both, parallel=ParallelConfig(tensor=2)))], 2)[0]
+    for run in (recomputed, split):
+        for actual, reference in zip(run, expected, strict=True):
+            assert actual == pytest.approx(reference, rel=TOLERANCE)
+    assert others[0] != pytest.approx(expected[0], rel=TOLERANCE)

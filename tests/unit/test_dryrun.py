@@ -139,6 +139,15 @@ SKIPPING = replace(
     parallel=ParallelConfig(pipeline=2, memory=8, memory_rows=2),
     optimizer=OptimizerConfig(tables="row_wise"),
 )
+# Memories of four blocks read with the stream of the first, which every one of them keeps.
+QUERIED = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        num_layers=8,
+        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(query_group=4)),
+    ),
+)
 # The first experts get a token more than the last ones.
 RECOMPUTED_MIXTURE = replace(
     MIXTURE, model=replace(MIXTURE.model, num_layers=8, moe=MoEConfig(24, 4, 128)), train=SPLIT.train
@@ -205,6 +214,8 @@ CONFIGS = {
     "latents": LATENTS,
     "inserted": INSERTED,
     "skipping": SKIPPING,
+    "queried": QUERIED,
+    "queried, not recomputed": replace(QUERIED, train=replace(QUERIED.train, recompute="none")),
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
     "looking back": LOOKING_BACK,

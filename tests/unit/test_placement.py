@@ -58,6 +58,16 @@ def test_what_is_pending_at_a_block() -> None:
     assert pending == [[], [(0, 2)], [(0, 2), (1, 3)], [(1, 3)], []]
 
 
+def test_layers_in_a_row_read_with_the_stream_of_the_first() -> None:
+    assert [(span.read, span.queried) for span in model(blocks=(0, 2, 3, 6, 7), query_group=2).memory_spans] == [
+        (0, None),
+        (2, 0),
+        (3, None),
+        (6, 3),
+        (7, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
@@ -74,6 +84,8 @@ def test_what_is_pending_at_a_block() -> None:
         ({"spans": "5:2"}, r"placement\.spans is '5:2', where 5:2 adds before it reads"),
         ({"spans": "4:5/2:3"}, r"where 2:3 follows 4:5: sort the pairs"),
         ({"spans": "2:3/2:5"}, r"where 2:5 follows 2:3: .* let each block read once"),
+        ({"query_group": 0}, r"PlacementConfig\.query_group is 0: it must be at least 1"),
+        ({"query_group": 2, "position": "instead"}, r"query_group is 2, but position is instead, where nothing but"),
         ({"spans": "2:8"}, r"placement\.spans is 2:8, but block 8 is not one of num_layers = 8"),
     ],
 )
@@ -106,6 +118,11 @@ def test_every_memory_is_as_large_as_a_feed_forward() -> None:
 def test_what_a_chunk_must_hold_whole() -> None:
     assert unsplittable_units(model()) == ()
     assert unsplittable_units(model(spans="0:2/3:3/5:6")) == (Unit(0, 2, "span"), Unit(5, 6, "span"))
+    assert unsplittable_units(model(blocks=(0, 3, 5, 6, 7), query_group=3)) == (
+        Unit(0, 3, "query"),
+        Unit(0, 5, "query"),
+        Unit(6, 7, "query"),
+    )
     shared = model(every=2, sharing=SharingConfig("block", 2))
     assert unsplittable_units(shared) == (Unit(1, 3, "group"), Unit(5, 7, "group"))
     halves, quarters = (model_chunks(8, pipeline=count, virtual_pipeline=1, layout=None) for count in (2, 4))
@@ -132,6 +149,12 @@ def run(config: ModelConfig, **parallel: int) -> RunConfig:
             model(spans="0:1/2:3/4:5"),
             {"pipeline": 2, "virtual_pipeline": 4},
             r"placement\.spans has 0:1, .* pipeline 2 x virtual_pipeline 2, pipeline 2 x virtual_pipeline 1",
+        ),
+        (
+            model(query_group=4),
+            {"pipeline": 4},
+            r"placement\.query_group is 4, but parallel\.pipeline 4 x virtual_pipeline 1 puts 2 blocks into a chunk, and the memory of block "
+            r"2, which reads with the stream of block 0, into another one: the nearest layouts that work are pipeline 2 x virtual_pipeline 1",
         ),
         (
             model(every=2, sharing=SharingConfig("block", 2)),
@@ -165,6 +188,8 @@ def test_layouts_that_split_something_are_refused(config: ModelConfig, parallel:
     ("config", "parallel"),
     [
         (model(spans="0:3/1:2/4:7"), {"pipeline": 2}),
+        (model(query_group=4), {"pipeline": 2}),
+        (model(blocks=(0, 3, 6), query_group=2), {"pipeline": 2}),
         (model(blocks=(0, 3), sharing=SharingConfig("ring", 2)), {"pipeline": 2}),
         (replace(ModelConfig(num_layers=8), moe=MoEConfig(num_experts=8, top_k=2)), {"memory": 4, "tensor": 2}),
         (replace(model(), moe=MoEConfig(num_experts=8, top_k=2)), {"memory": 4, "tensor": 2}),

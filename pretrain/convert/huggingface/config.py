@@ -194,6 +194,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
             {
                 "block": span.read,
                 "added_after": span.add,
+                "queried": span.read if span.queried is None else span.queried,
                 "slot": memory.slot_of(span).name,
                 "layer_norm": plans[span.read].has_layer_norm,
                 "bank": view.bank,

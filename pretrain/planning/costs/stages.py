@@ -48,7 +48,8 @@ class Blocks:
         split_latents: of blocks, the ones that make keys and values of latents that differ.
         weights_used_twice: of those that ranks split, the ones that multiply both of these latents.
         beside: memory layers that read while their block's feed-forward runs, where they have a stream for it.
-        arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
+        arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later, and
+            streams that memories of several blocks read with.
     """
 
     num: int
@@ -285,7 +286,8 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
         beside=sum(plan.is_beside_ffn for plan in plans) if reads_beside_ffn(model) else 0,
         split_latents=sum(plan.splits_latents for plan in plans),
         weights_used_twice=sum(projected_twice(model, plan) for plan in plans),
-        arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),
+        arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans)
+        + len({span.queried for span in model.memory_spans if span.queried is not None and span.read in blocks}),
     )
 
 

@@ -138,6 +138,7 @@ LIMITS = [
     *at_least(1, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="block"),
     *at_most(4, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="ring"),
     *at_least(1, "model.memory.placement.every", **MEMORY),
+    *at_least(1, "model.memory.placement.query_group", **MEMORY),
     Limit("model.memory.placement.blocks", [0], [-1], MEMORY),
     # parallel
     *at_least(1, "parallel.tensor", "parallel.pipeline", "parallel.context"),

@@ -60,6 +60,15 @@ def test_layers_count_by_blocks_and_banks_by_families() -> None:
             {"second_memory": MidusConfig(num_heads=4, num_keys=32, placement=PlacementConfig(blocks=(0,)))},
             "model.second_memory.kind is midus",
         ),
+        (
+            {
+                "memory": replace(LEARNED, placement=PlacementConfig(blocks=(1, 3), query_group=2)),
+                "second_memory": UltraMemConfig(
+                    num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2")
+                ),
+            },
+            "model.memory.placement.query_group is 2 and that of model.second_memory 1",
+        ),
         ({"second_memory": replace(NGRAMS, boundary_id=61)}, "model.second_memory.boundary_id is 61"),
         (
             {"second_memory": replace(NGRAMS, placement=PlacementConfig(blocks=(4,)))},

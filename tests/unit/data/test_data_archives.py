@@ -77,7 +77,11 @@ def test_files_that_match_are_documents_in_the_order_of_their_paths(tmp_path: Pa
     [
         ("manuals==1.0", "*.md", "no file of its source archive matches *.md: see --files"),
         ("manuals==1.0", "docs/*", "docs/picture.png is not UTF-8 text: name others with --files"),
-        ("manuals==2.0", "*", "pip cannot download the source archive of manuals==2.0 (ERROR: No matching distribution"),
+        (
+            "manuals==2.0",
+            "*",
+            "pip cannot download the source archive of manuals==2.0 (ERROR: No matching distribution",
+        ),
         ("manuals", "*", "'manuals' does not name one version, so tomorrow's text would be another"),
         ("manuals==1.*", "*", "'manuals==1.*' does not name one version"),
         ("manuals>=1,==1.0", "*", "does not name one version"),

@@ -29,8 +29,8 @@ class MegamemConfig(PreTrainedConfig):
             `num_scores` (per entry), `num_sums` (values are added up in), `activation` (of the pre-values' products:
             "none" or "gelu").
             `tables`: columns of each table of a bank, by name. `table_bits`: None, or 8 or 4, codes of a row's elements. `bank_rows`: rows of each bank.
-            `layers`: one mapping for each memory. It reads in `block`, and its output is added after block
-            `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip" (beside it, added later), or all
+            `layers`: one mapping for each memory. It reads in `block`, with the normalised stream of block `queried`, and
+            its output is added after block `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip" (beside it, added later), or all
             that the block adds, given the residual stream and attention ("inserted"), the stream and the heads of
             attention without an output projection ("stream_and_heads"), attention ("projected") or its heads
             ("block"). `layer_norm`: LayerNorm stands before that attention. It sees `num_rows` rows of bank `bank`

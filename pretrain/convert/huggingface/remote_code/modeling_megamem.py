@@ -33,6 +33,10 @@ from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_tex
 from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
 
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""The residual stream [b, s, D]; a memory's output that is added later; attention's weights; the normalised stream, where
+memories of later blocks read with it."""
+
 # Kinds of memories, whose parameters are their own.
 _MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemTokenMixture)
 
@@ -131,16 +135,23 @@ class MegamemBlock(GradientCheckpointingLayer):
                     self.memory = MegamemTokenMixture(config, here)
                 case _:
                     self.memory = MegamemMemory(config, here)
+        self.lends_query = any(layer["queried"] == layer_idx < layer["block"] for layer in layers)
         self.is_added_later = here is not None and here["added_after"] > layer_idx
         self.layer_idx, self.num_blocks = layer_idx, config.num_hidden_layers
 
     def forward(
-        self, h: Tensor, banks: Banks, tokens: Ngrams | TokenRows | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The residual stream [b, s, D] after the block; a memory's output that is added later; attention's weights.
+        self,
+        h: Tensor,
+        banks: Banks,
+        tokens: Ngrams | TokenRows | None = None,
+        query: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BlockOutput:
+        """The block's part of a forward pass, from the residual stream `h` [b, s, D].
 
         Args:
             tokens: as memories read them that they address.
+            query: the normalised stream of the block that the memory reads with, if that is an earlier one.
             kwargs: for attention.
         """
         if isinstance(self.memory, MegamemNgramMemory) and isinstance(tokens, Ngrams):
@@ -156,7 +167,7 @@ class MegamemBlock(GradientCheckpointingLayer):
                     "them: run this model with a tensor-parallel size of 1"
                 )
             given = h + attended if self.slot in ("inserted", "stream_and_heads") else attended
-            return h + self.memory(given, banks[self.memory.layer["bank"]]), None, weights
+            return h + self.memory(given, banks[self.memory.layer["bank"]]), None, weights, None
         h = h + attended
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
@@ -164,12 +175,12 @@ class MegamemBlock(GradientCheckpointingLayer):
         if isinstance(self.memory, MegamemTokenMixture) and isinstance(tokens, TokenRows):
             outputs.append(self.memory(normal, tokens.shared))
         if isinstance(self.memory, MegamemMemory):
-            output = self.memory(normal, banks[self.memory.layer["bank"]])
+            output = self.memory(normal if query is None else query, banks[self.memory.layer["bank"]])
             if self.is_added_later:
                 later = output
             else:
                 outputs.append(output)
-        return h + sum(outputs[1:], outputs[0]), later, weights
+        return h + sum(outputs[1:], outputs[0]), later, weights, normal if self.lends_query else None
 
 
 class MegamemPreTrainedModel(PreTrainedModel):
@@ -231,6 +242,7 @@ class MegamemModel(MegamemPreTrainedModel):
         self.norm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         layers = config.memory["layers"] if config.memory is not None else []
         self.added_after = {layer["block"]: layer["added_after"] for layer in layers}
+        self.queried = {layer["block"]: layer["queried"] for layer in layers}
         bank_rows = config.memory["bank_rows"] if config.memory is not None else []
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, number) for number in range(len(bank_rows))})
         scoring = config.memory["scoring"] if config.memory is not None else None
@@ -303,10 +315,12 @@ class MegamemModel(MegamemPreTrainedModel):
             "position_ids": position_ids,
             **kwargs,
         }
-        waiting = defaultdict[int, list[Tensor]](list)
+        waiting, queries = defaultdict[int, list[Tensor]](list), dict[int, Tensor]()
         states, attentions = [h], []
         for number, block in enumerate(self.layers):
-            h, later, weights = block(h, banks, tokens, **given)
+            h, later, weights, normal = block(h, banks, tokens, queries.get(self.queried.get(number, number)), **given)
+            if normal is not None:
+                queries[number] = normal
             if later is not None:
                 waiting[self.added_after[number]].append(later)
             for output in waiting.pop(number, []):
