@@ -80,7 +80,7 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
                 raise
             result = None
         with atomic_write(plan.result) as file:
-            file.write(pickle.dumps(result))
+            file.write(_pickled(result))
     except BaseException as error:
         # This frame is no news.
         trace = error.__traceback__ and error.__traceback__.tb_next
@@ -92,6 +92,14 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             stream.flush()
     # Waits for none of the children: the supervisor kills them.
     os._exit(0)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        # Python's words name no pickle from 3.13 on.
+        raise TypeError(f"a rank's result cannot be pickled: {error}") from error
 
 
 def _enter(plan: RankPlan) -> None:

@@ -29,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         # Triton decides when it is imported: without a GPU its kernels are interpreted.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # The first backward pass of a process starts a thread per device, and forks cannot have any. Fake tensors pretend
+        # that there is a GPU where PyTorch's usual build finds none: let the first pass be before them.
+        torch.ones(1, requires_grad=True).sum().backward()
     from hypothesis import settings
 
     # Hypothesis's deadline of 200 ms per example is an assertion about the machine: on a busy one right code fails.

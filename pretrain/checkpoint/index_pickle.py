@@ -105,7 +105,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{(_PLANNER, name): Record for name in ("SavePlan", "TensorWriteData", "WriteItem")},
     (_METADATA, "_MEM_FORMAT_ENCODING"): _unread,
     (_PLANNER, "WriteItemType"): _unread,
-    ("pathlib", "PosixPath"): _unread,
+    # Python 3.13 moved it.
+    **{(module, "PosixPath"): _unread for module in ("pathlib", "pathlib._local")},
     ("torch.serialization", "_get_layout"): _unread,
     # These would copy anything as often as asked: each is allowed in the one way that an index needs.
     ("torch", "Size"): _size,

@@ -42,6 +42,18 @@ def test_pytorchs_index_becomes_plain_values(saved: Path) -> None:
     assert sizes == (saved / file).stat().st_size
 
 
+def test_paths_of_every_python_are_passed_over(saved: Path) -> None:
+    """Python 3.13 pickles those of POSIX by another module."""
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    as_text = pickle.dumps(metadata, protocol=2)
+    before = read_index(saved)
+    for module in (b"pathlib", b"pathlib._local"):
+        written, num = re.subn(rb"cpathlib(\._local)?\nPosixPath\n", b"c" + module + b"\nPosixPath\n", as_text)
+        assert num == 1
+        (saved / ".metadata").write_bytes(written)
+        assert read_index(saved) == before
+
+
 def test_ours_is_read_by_us_and_by_pytorch(tmp_path: Path) -> None:
     table = torch.arange(12.0).view(4, 3)
     parts = {Region("table", (0, 0), (1, 3)): table[:1], Region("table", (1, 0), (3, 3)): table[1:]}

@@ -130,7 +130,7 @@ def test_other_objects_are_inert(tmp_path: Path) -> None:
     assert isinstance(args, Settings)
     assert args.values["width"] == 8
     assert isinstance(path := args.values["path"], Inert)
-    assert (path.module, path.name) == ("pathlib", "PurePosixPath")
+    assert (path.module, path.name) == (pathlib.PurePosixPath.__module__, "PurePosixPath")
     assert tree["dtype"] is torch.bfloat16
     assert tree["rng"][0]["torch"].read().tolist() == [1, 2]
     assert tree["ordered"] == {"a": 1}
