@@ -53,7 +53,7 @@ def cases() -> dict[str, RunConfig]:
             memory=replace(RETRIEVING["ultramem"], placement=PlacementConfig(spans="0:2/1:3"))  # type: ignore[type-var]
         ),
         "one stream for all": dense(
-            memory=replace(RETRIEVING["ultramem_v2"], placement=PlacementConfig(query_group=4))  # type: ignore[type-var]
+            memory=replace(RETRIEVING["pkm"], placement=PlacementConfig(query_group=4))  # type: ignore[type-var]
         ),
         "experts": dense(moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)),
         "separate documents": replace(dense(), data=replace(SHARED.data, documents="separate")),

@@ -25,7 +25,8 @@ Course: TypeAlias = Mapping[int, Mapping[str, Sequence[float]]]
 
 _ADVICE: Mapping[Kind, str] = {
     "collapsed keys": "raise model.memory.key_balance_weight tenfold",
-    "silent memory": "it does not come back by itself: try fewer memories that read more (model.memory.placement, top_k)",
+    "silent memory": "it does not come back by itself: let it read with an earlier block's stream "
+    "(model.memory.placement.query_group), or have fewer memories that read more (placement.blocks, top_k)",
 }
 
 
