@@ -1,7 +1,7 @@
 """Answers of vLLM, in an environment that has it and none of this package.
 
-Usage: python engine.py REQUESTS ANSWERS. REQUESTS is JSON: for each job a folder, options of `LLM`, prompts as token ids,
-and how many tokens to write. The answers are, for each prompt, tokens, their log-probabilities, and how many tokens of
+Usage: python engine.py REQUESTS ANSWERS. REQUESTS is JSON: for each job a folder, an adapter (or null) that the second of
+every two prompts has, options of `LLM`, prompts as token ids, and how many tokens to write. The answers are, for each prompt, tokens, their log-probabilities, and how many tokens of
 the prompt were found in the cache.
 """
 
@@ -24,6 +24,7 @@ def answers(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Answers of one job, whose prompts are all given at once."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(
         model=job["folder"],
@@ -35,9 +36,12 @@ def answers(job: dict[str, Any]) -> list[dict[str, Any]]:
         **job["options"],
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
+    adapter = None if job["adapter"] is None else LoRARequest("an adapter", 1, job["adapter"])
+    adapters = adapter and [adapter if number % 2 else None for number in range(len(job["prompts"]))]
     found = []
     for _ in range(job["rounds"]):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
         found = [
             {
                 "tokens": list(output.outputs[0].token_ids),

@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from exported import write_safetensors
+from exported import in_fewer_bits
 from exported_models import export_all, load, some_tokens
 from huggingface_models import BASE, MODELS, TOKEN_MAP, VOCAB_SIZE
 from torch import Tensor
 
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
-from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.convert.huggingface.folder import open_folder
-from pretrain.convert.huggingface.quantised import QuantisedTables
 from pretrain.errors import CheckpointError
 from tools.maintenance.served_tables import grow
 
@@ -124,18 +122,6 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
         torch.testing.assert_close(
             model(some_tokens()).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
         )
-
-
-def in_fewer_bits(folder: Path, bits: int, path: Path) -> Path:
-    """An exported folder once more, with tables of so many bits."""
-    for file in folder.iterdir():
-        if "safetensors" not in file.name:
-            shutil.copy(file, path)
-    config = json.loads((folder / "config.json").read_text())
-    config["memory"]["table_bits"] = bits
-    (path / "config.json").write_text(json.dumps(config))
-    write_safetensors(path, QuantisedTables(open_safetensors(folder), bits), 20_000, max_piece_bytes=100)
-    return path
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from exported import export
+from exported import copy_small_files, export, in_fewer_bits, write_safetensors
 from huggingface_models import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, NGRAMS, V2, VOCAB_SIZE
-from tiny_runs import SHARED, build_chunks, joined
+from safetensors.torch import save_file
+from tiny_runs import SHARED, build_chunks, chunk_of, joined
 from torch import Tensor
 
 from megamem.config import LatentAttentionConfig, ModelConfig
@@ -32,8 +34,11 @@ from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
+from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.convert.huggingface.card import Figures
+from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import ByteTokenizer
+from tests.in_memory import InMemory
 from tests.whole_tensors import whole_tensors
 
 ENGINE = os.environ.get("MEGAMEM_VLLM_PYTHON")
@@ -42,6 +47,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 NUM_REQUESTS, NUM_TOKENS, LENGTH = 32, 12, 128
+NUM_ROUNDINGS = 6
+Answer = tuple[Tensor, Tensor]
+SMALL: Any = {"tokenizer": ByteTokenizer(), "vocab_size": VOCAB_SIZE, "figures": Figures(1, 2)}
+TRAIN = replace(SHARED.train, sequence_length=LENGTH)
 # The narrowest head of vLLM's attention on CPUs.
 SERVED = replace(BASE, hidden_size=128, ffn_hidden_size=128)
 LATENT = replace(SERVED, num_query_groups=None, latent_attention=LatentAttentionConfig(24, 16))
@@ -65,6 +74,12 @@ MODELS: dict[str, ModelConfig] = {
     "move": replace(
         SERVED, memory=MoveConfig(value_dim=SERVED.query_groups * SERVED.attention_head_dim, num_gate_heads=2)
     ),
+    "lave": replace(
+        SERVED,
+        memory=LaveConfig(
+            value_dim=SERVED.query_groups * SERVED.attention_head_dim, num_gate_heads=2, gated_standard_path=True
+        ),
+    ),
     "engram": replace(
         SERVED, memory=EngramConfig(**NGRAMS, max_order=4, conv_kernel=3, placement=PlacementConfig(blocks=(0, 2)))
     ),
@@ -79,25 +94,53 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "biases": replace(SERVED, qk_norm=False, qkv_bias=True, memory=replace(V2, sharing=SharingConfig("block", 2))),
 }
+# Made of exported folders: with tables in fewer bits, and with an adapter for linear layers. What their weights are then
+# comes in again, and says what the engine has to say.
+BITS = {"v2, int8": 8, "v2, int4": 4}
+ADAPTED = {f"{name}, adapted": name for name in ("v2", "v2, permutation, beside experts, untied", "latents")}
+MODELS |= dict.fromkeys(BITS, MODELS["v2"]) | {name: MODELS[source] for name, source in ADAPTED.items()}
+RANK, ALPHA = 4, 12
+# Layers for which vLLM has no adapters, which it says as it loads one.
+WITHOUT_ADAPTERS = ("layers.0.mlp.experts.0.gate_proj", "layers.1.memory")
+REFUSED = "v2, permutation, beside experts, untied, adapters of experts and memories"
 SHORT_BLOCKS: dict[str, Any] = {"block_size": 32, "max_model_len": LENGTH}
 # By a name: the model, and options of `LLM`. Half of the requests begin alike, longer than some blocks of the cache; the
 # second round finds that prefix. Steps of 48 tokens cut prompts into chunks, between which others' tokens are decoded.
+ALONE = {**SHORT_BLOCKS, "enable_prefix_caching": False}
 CHUNKED = {**SHORT_BLOCKS, "enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+MAPPED = {"memory_device": "cpu"}
+# A slot more than adapters: on CPUs vLLM reads the last one for requests that have none.
+LORA = {**ALONE, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+# Adapters of experts would be handed some of the tokens, and expect all.
+LORA_BESIDE_EXPERTS = {**LORA, "lora_target_modules": [f"{part}_proj" for part in "qkvo"]}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {**SHORT_BLOCKS, "enable_prefix_caching": False}) for name in MODELS},
+    **{name: (name, LORA if name in ADAPTED else ALONE) for name in MODELS},
     "v2, chunks and prefixes": ("v2", CHUNKED),
     "ultramem, chunks and prefixes": ("ultramem", CHUNKED),
     "tide, chunks and prefixes": ("tide", CHUNKED),
     "engram, chunks and prefixes": ("engram", CHUNKED),
     **{
         f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
-        for name in ("v2, permutation, beside experts, untied", "move over latents, beside experts", "move")
+        for name in (
+            "v2, permutation, beside experts, untied",
+            "move over latents, beside experts",
+            "lave over latents of values",
+            "move",
+            "lave",
+        )
     },
-    "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": {"memory_device": "cpu"}}),
-    "v2, some rows out of their files": (
-        "v2",
-        {**SHORT_BLOCKS, "enable_prefix_caching": False, "hf_overrides": {"memory_device": "cpu", "hot_rows": 16}},
+    "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": MAPPED}),
+    "v2, some rows out of their files": ("v2", {**ALONE, "hf_overrides": {**MAPPED, "hot_rows": 16}}),
+    "v2, int4, some rows out of their files": ("v2, int4", {**ALONE, "hf_overrides": {**MAPPED, "hot_rows": 16}}),
+    "v2, permutation, beside experts, untied, adapted": (
+        "v2, permutation, beside experts, untied, adapted",
+        LORA_BESIDE_EXPERTS,
     ),
+    "v2, permutation, beside experts, untied, adapted, tensor parallelism": (
+        "v2, permutation, beside experts, untied, adapted",
+        {**LORA_BESIDE_EXPERTS, "tensor_parallel_size": 2},
+    ),
+    REFUSED: ("v2, permutation, beside experts, untied, adapted", LORA),
 }
 
 
@@ -108,7 +151,7 @@ def prompts() -> list[list[int]]:
     return [shared + own if number % 2 else own for number, own in enumerate(others)]
 
 
-def greedy(chunk: Any) -> tuple[Tensor, Tensor]:
+def greedy(chunk: Any) -> Answer:
     """Tokens [requests, new] that the trained model prefers, and their log-probabilities, by full passes."""
     given = prompts()
     ends = torch.tensor([len(prompt) for prompt in given])
@@ -126,39 +169,137 @@ def greedy(chunk: Any) -> tuple[Tensor, Tensor]:
     return torch.stack(chosen, 1), torch.stack(logprobs, 1)
 
 
+def is_firm(chunk: Any, answer: Answer) -> bool:
+    """True if an answer stays where it is, to 5e-5, when weights move by two units in the last place of fp32.
+
+    Selections are not continuous. A key that is chosen before another by less than the rounding of their scores is in one
+    program's answer and not in the other's: in one draw of twelve MIDUS's 2.073669 and 2.073667 were equal to vLLM, whose
+    answer was off by 0.015, and with its choice in fp64 by 1e-6. No tolerance tells that from a defect.
+    """
+    given, (tokens, logprobs) = prompts(), answer
+    texts = torch.zeros(NUM_REQUESTS, max(map(len, given)) + NUM_TOKENS, dtype=torch.int64)
+    for row, prompt, new in zip(texts, given, tokens, strict=True):
+        row[: len(prompt) + NUM_TOKENS] = torch.cat((torch.tensor(prompt), new))
+    places = torch.tensor([len(prompt) for prompt in given]).unsqueeze(1) + torch.arange(-1, NUM_TOKENS - 1)
+    parameters = [parameter for parameter in chunk.parameters() if parameter.is_floating_point()]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(1)
+    moved = []
+    for _ in range(NUM_ROUNDINGS):
+        for parameter, weight in zip(parameters, kept, strict=True):
+            parameter.copy_(weight * (1 + 2.4e-7 * torch.randn(weight.shape, generator=generator)))
+        logits = chunk(texts, torch.arange(texts.shape[1]).expand_as(texts), None)[..., :VOCAB_SIZE]
+        at = logits[torch.arange(NUM_REQUESTS).unsqueeze(1), places].log_softmax(-1)
+        moved.append(float((at.gather(2, tokens.unsqueeze(2)).squeeze(2) - logprobs).abs().max()))
+    for parameter, weight in zip(parameters, kept, strict=True):
+        parameter.copy_(weight)
+    return max(moved) < 5e-5
+
+
+def adapt(folder: Path, adapter: Path, merged: Path) -> None:
+    """Write an adapter in peft's format for linear layers of an exported model, and that model with it added."""
+    copy_small_files(folder, merged)
+    source = open_safetensors(folder)
+    weights = {name: source.read(info.whole(name)) for name, info in source.tensors.items()}
+    generator = torch.Generator().manual_seed(4)
+    factors: dict[str, Tensor] = {}
+    targets = set()
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        # A latent is projected down by no linear layer, and vLLM has no adapters of experts.
+        if layer == name or not layer.endswith("_proj") or layer.endswith("kv_down_proj") or ".experts." in layer:
+            continue
+        down, up = (
+            0.1 * torch.randn(shape, generator=generator) for shape in ((RANK, weight.shape[1]), (len(weight), RANK))
+        )
+        factors |= {f"base_model.model.{layer}.lora_{side}.weight": each for side, each in (("A", down), ("B", up))}
+        weight += ALPHA / RANK * up @ down
+        targets.add(layer.rpartition(".")[2])
+    write_safetensors(merged, InMemory(weights), 1 << 30)
+    write_adapter(adapter, factors, sorted(targets))
+
+
+def write_adapter(folder: Path, factors: dict[str, Tensor], targets: list[str]) -> None:
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def imported(folder: Path, groups: Any) -> Any:
+    """An exported model as one to train."""
+    opened = open_folder(folder)
+    return chunk_of(replace(SHARED, model=opened.model, train=TRAIN), groups, opened.tensors, VOCAB_SIZE).eval()
+
+
+@torch.no_grad()
+def firm_answer(name: str, groups: Any, folder: Path) -> Answer:
+    """Write a model in which everything counts, `folder / "model"`, and for some `folder / "adapter"`, which every second
+    request has; what it says as a model to train, where roundings do not turn that."""
+    config = replace(SHARED, model=MODELS[name], train=TRAIN)
+    for draw in range(1, 13):
+        shutil.rmtree(folder, ignore_errors=True)
+        served, other = folder / "model", folder / "other"
+        for path in (served, other):
+            path.mkdir(parents=True)
+        (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+        generator = torch.Generator().manual_seed(draw)
+        for parameter in chunk.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        chunk.begin_step()
+        chunk.eval()
+        export(config, whole_tensors(chunk), other if name in BITS else served, **SMALL)
+        if name in BITS:
+            chunk = imported(in_fewer_bits(other, BITS[name], served), groups)
+        answer = greedy(chunk)
+        if not is_firm(chunk, answer):
+            continue
+        if name in ADAPTED:
+            adapt(served, folder / "adapter", other)
+            factors = {
+                f"base_model.model.model.{layer}.lora_{side}.weight": torch.zeros(RANK, RANK)
+                for layer in WITHOUT_ADAPTERS
+                for side in "AB"
+            }
+            write_adapter(folder / "refused", factors, ["gate_proj"])
+            chunk = imported(other, groups)
+            adapted = greedy(chunk)
+            if not is_firm(chunk, adapted):
+                continue
+            for each, with_adapter in zip(answer, adapted, strict=True):
+                each[1::2] = with_adapter[1::2]
+        return answer
+    raise AssertionError(f"{name}: roundings turn the answers of twelve models")
+
+
 @pytest.fixture(scope="module")
-def trained_and_served(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def trained_and_served(
+    run_ranks: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Any, Any]:
     """By a model's name what it says itself; and by a job's name what vLLM says."""
     root = tmp_path_factory.mktemp("served")
+    asked = {item.callspec.params["job"] for item in request.session.items if item.parent is request.node}
+    wanted = {job: JOBS[job] for job in JOBS if job in asked}
     folders = {name: root / str(number) for number, name in enumerate(MODELS)}
 
-    def main() -> dict[str, tuple[Tensor, Tensor]]:
-        found = {}
-        generator = torch.Generator().manual_seed(3)
+    def trained() -> dict[str, Answer]:
         with joined(SHARED) as groups:
-            for name, model in MODELS.items():
-                config = replace(SHARED, model=model, train=replace(SHARED.train, sequence_length=LENGTH))
-                (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
-                with torch.no_grad():
-                    for parameter in chunk.parameters():
-                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-                    chunk.begin_step()
-                    found[name] = greedy(chunk.eval())
-                folders[name].mkdir()
-                small: Any = {"tokenizer": ByteTokenizer(), "vocab_size": VOCAB_SIZE, "figures": Figures(1, 2)}
-                export(config, whole_tensors(chunk), folders[name], **small)
-        return found
+            return {
+                name: firm_answer(name, groups, folders[name])
+                for name in dict.fromkeys(name for name, _ in wanted.values())
+            }
 
-    (expected,) = run_ranks(main, 1, timeout_s=300)
+    (expected,) = run_ranks(trained, 1, timeout_s=900)
     jobs = {
         job: {
-            "folder": str(folders[name]),
+            "folder": str(folders[name] / "model"),
+            "adapter": str(folders[name] / ("refused" if job == REFUSED else "adapter")) if name in ADAPTED else None,
             "options": options,
             "prompts": prompts(),
             "num_tokens": NUM_TOKENS,
             "rounds": 2 if options.get("enable_prefix_caching") else 1,
         }
-        for job, (name, options) in JOBS.items()
+        for job, (name, options) in wanted.items()
     }
     (root / "requests.json").write_text(json.dumps(jobs))
     script = Path(__file__).parents[1] / "vllm_answers.py"
@@ -179,7 +320,7 @@ def trained_and_served(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory)
     return expected, json.loads((root / "answers.json").read_text())
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [job for job in JOBS if job != REFUSED])
 def test_32_requests_at_once_are_answered_as_by_the_trained_model(trained_and_served: Any, job: str) -> None:
     expected, served = trained_and_served
     name, options = JOBS[job]
@@ -193,3 +334,10 @@ def test_32_requests_at_once_are_answered_as_by_the_trained_model(trained_and_se
     assert tokens.unique().numel() > 20
     if options.get("enable_prefix_caching"):
         assert all(answer["num_cached"] >= 32 for answer in answers[1::2])
+
+
+@pytest.mark.parametrize("job", [REFUSED])
+def test_what_has_no_adapters_is_named(trained_and_served: Any, job: str) -> None:
+    said = trained_and_served[1][job]
+    assert isinstance(said, str)
+    assert all(f"model.{layer}" in said for layer in WITHOUT_ADAPTERS), said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +23,10 @@ from engine_stand_in import engine_stand_in
 
 SERVING = ("transformers", "fastapi", "uvicorn", "openai", "accelerate")
 ENGINE = os.environ.get("MEGAMEM_VLLM_PYTHON")
-PROMPT = "import os\n"
+# The request that the page shows, word for word.
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+(CURL,) = re.findall(r"^curl .*\\\n.*$", PAGE, re.MULTILINE)
+BODY: dict[str, Any] = json.loads(shlex.split(CURL)[-1])
 
 
 def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
@@ -133,23 +138,26 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
     config = {
         **TINY,
         "model": wide,
-        "train": {**TINY["train"], "num_steps": 60},
+        "train": {**TINY["train"], "num_steps": 60, "sequence_length": 64},
         "data": {"datasets": [{"path": str(corpus)}]},
     }
     (tmp_path / "wide.yaml").write_text(yaml.safe_dump(config))
     run = tmp_path / "run"
     trained = megamem("train", tmp_path / "wide.yaml", "--run-dir", run)
     assert trained.code == 0, trained.output
-    expected = megamem("generate", run, "--prompt", PROMPT, "--temperature", 0, "--max-tokens", 12).generated
+    # Which begins a document by itself.
+    prompt = BODY["prompt"].removeprefix("<|endoftext|>")
+    options = ("--prompt", prompt, "--temperature", BODY["temperature"], "--max-tokens", BODY["max_tokens"])
+    expected = megamem("generate", run, *options).generated
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", ENGINE, "--port", port]
+    serve = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", ENGINE, "--port", port]
     with (tmp_path / "server.log").open("w+") as log:
         server = subprocess.Popen(
-            [str(word) for word in command],
+            [str(word) for word in serve],
             cwd=Path(__file__).parents[2],
             env=environment,
             stdout=subprocess.PIPE,
@@ -167,25 +175,20 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
             else:
                 log.seek(0)
                 pytest.fail(log.read()[-4000:])
-            body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                (choice,) = json.load(answer)["choices"]
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120) as answer:
-                names = [each["id"] for each in json.load(answer)["data"]]
+            command = ["bash", "-c", CURL.replace(":8000/", f":{port}/")]
+            answer = subprocess.run(command, check=True, capture_output=True, timeout=120)
+            (choice,) = json.loads(answer.stdout)["choices"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120) as listed:
+                names = [each["id"] for each in json.load(listed)["data"]]
             refused = [
                 code_of(port, "completions", wrong)
-                for wrong in ({"max_tokens": 3}, {"prompt": PROMPT, "max_tokens": 10**6}, {**body, "model": "another"})
+                for wrong in ({"max_tokens": 3}, {**BODY, "max_tokens": 10**6}, {**BODY, "model": "another"})
             ]
-            message = {"role": "user", "content": PROMPT}
+            message = {"role": "user", "content": BODY["prompt"]}
             refused.append(code_of(port, "chat/completions", {"model": "run", "messages": [message]}))
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=120)
-    assert (PROMPT + choice["text"]).rstrip("\n") == expected.rstrip("\n")
+    assert (prompt + choice["text"]).rstrip("\n") == expected.rstrip("\n")
     assert names == ["run"]
     assert all(400 <= code < 500 for code in refused), refused
