@@ -474,7 +474,8 @@ def tracked(outputs: Outputs) -> tuple[dict[str, Any], list[int]]:
     ),
 )
 def _(base: Outputs, second: Outputs) -> None:
-    """The same losses, norms and evaluations; the table and its state are mapped from files of the folder's disk."""
+    """The same losses, norms and evaluations; the table is mapped from a file of the folder's disk, each row beside its two
+    numbers of state."""
     figures = ("loss", "grad_norm", "validation_loss")
     assert [[row.get(name) for name in figures] for row in base.rows] == [
         [row.get(name) for name in figures] for row in second.rows
@@ -485,7 +486,7 @@ def _(base: Outputs, second: Outputs) -> None:
     assert all(words[-1] == "(deleted)" for words in mapped)
     page = resource.getpagesize()
     sizes = {int(end, 16) - int(start, 16) for start, end in (words[0].split("-") for words in mapped)}
-    assert sizes == {-(-num_bytes // page) * page for num_bytes in (4 * 8 * rows, 4 * rows)}
+    assert sizes == {-(-rows * 4 * (8 + 2) // page) * page}
 
 
 @RUNS.key("logging.wandb_mode", "offline", RUN)

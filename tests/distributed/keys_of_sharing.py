@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +161,29 @@ def outputs_that_the_memory_changes(subject: Subject) -> list[int]:
         outputs.append(seen)
     subject.model.set_memory_enabled(True)
     return [block for block, (on, off) in enumerate(zip(*outputs, strict=True)) if not torch.equal(on, off)]
+
+
+def memory_inputs(subject: Subject) -> list[Tensor]:
+    """What the memories of the blocks are given."""
+    inputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+        for layer in subject.model.memory_layers
+    ]
+    subject.logits()
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+@SHARING.key("model.memory.placement.query_group", 2, FOUR_BLOCKS)
+def _(base: Subject, second: Subject) -> None:
+    """The second and the fourth are given what the one before is."""
+    own, (first, as_first, third, as_third) = memory_inputs(base), memory_inputs(second)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(own, 2))
+    assert torch.equal(first, as_first)
+    assert torch.equal(third, as_third)
+    assert not torch.equal(first, third)
 
 
 @SHARING.key("model.memory.placement.spans", "1:2", set_key(FOUR_BLOCKS, "model.memory.placement", PlacementConfig()))
