@@ -164,7 +164,7 @@ def outputs_that_the_memory_changes(subject: Subject) -> list[int]:
 
 
 def memory_inputs(subject: Subject) -> list[Tensor]:
-    """What the memories of the blocks are given."""
+    """Inputs of the memories, in the order of their blocks."""
     inputs: list[Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
