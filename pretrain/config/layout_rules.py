@@ -176,10 +176,6 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
     )
 
 
-def _query_group(config: RunConfig) -> int:
-    return max(memory.placement.query_group for memory in config.model.memories)
-
-
 def _even_chunks(config: RunConfig) -> Iterator[str]:
     """Equal chunks, and no unit that reaches over the edge of one."""
     parallel, num_layers = config.parallel, config.model.num_layers
@@ -215,8 +211,11 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
             )
     queried = next((unit for unit in split if unit.kind == "query"), None)
     if queried is not None:
+        # One family alone hands on what it reads with.
+        handing = ((of, each.placement.query_group) for of, each in config.model.families.items())
+        of, size = next((of, size) for of, size in handing if size > 1)
         yield (
-            f"{key}.placement.query_group is {_query_group(config)}, but {layout} puts {num_layers // chunks} "
+            f"{of}.placement.query_group is {size}, but {layout} puts {num_layers // chunks} "
             f"blocks into a chunk, and the memory of block {queried.last}, which reads with the stream of block "
             f"{queried.first}, into another one: {_nearest_text(config, units)}"
         )

@@ -75,11 +75,12 @@ def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, 
     stage each, gradients that our kernels make, and a decay that leaves something."""
     optimizer, parallel = config.optimizer, config.parallel
     decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
-    if decay * largest_table_lr(optimizer) >= 1:
+    rate = largest_table_lr(optimizer)
+    if decay * rate >= 1:
         yield (
-            f"the tables' weight decay {decay:g} times their learning rate {largest_table_lr(optimizer):g} is 1 or more, so "
-            "that a step could leave nothing of rows",
-            f"set optimizer.value_weight_decay below {1 / largest_table_lr(optimizer):g}",
+            f"the tables' weight decay {decay:g} times their learning rate {rate:g} is 1 or more, so that a step could leave "
+            "nothing of rows",
+            f"set optimizer.value_weight_decay below {1 / rate:g}",
         )
     if config.train.kernels == "naive":
         yield ("train.kernels is naive, whose gradients PyTorch makes, of all rows", "use train.kernels: auto")
@@ -104,7 +105,8 @@ def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, 
 
 def gradients_problems(config: RunConfig, num_ranks: int | None) -> Iterator[str]:
     """Gradients of rows that were asked for and that tables cannot have, in sentences."""
-    if config.model.memory is None or config.optimizer.tables != "row_wise":
+    optimizer = config.optimizer
+    if config.model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "rows":
         return
-    for why, fix in impossible(config, num_ranks) if config.optimizer.table_gradients == "rows" else ():
+    for why, fix in impossible(config, num_ranks):
         yield f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense"

@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.shards import walk_shards
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
-from pretrain.checkpoint.store.tensors import Region, TensorReader, pieces
+from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.convert.convert import RESERVE_BYTES, Resources, convert
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.registry import FORMATS, open_checkpoint
 from pretrain.data.tokenizer import train_bpe
-from pretrain.engine.build import build_unset_chunks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import grown_blocks
 from pretrain.growth.upscale import Grown, upscale
-from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, joined, on, tiny_run
+from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, chunk_of, joined, on, tiny_run
 from tests.in_memory import InMemory
 from tests.whole_tensors import whole_tensors
 
@@ -315,11 +313,7 @@ def test_models_of_others_are_grown_as_they_come(run_ranks: Any, tmp_path: Path,
     def logits(opened: OpenedCheckpoint, layout: dict[str, Any]) -> Tensor:
         config = on(replace(opened.config, train=SHARED.train), **layout)
         with joined(config) as groups:
-            (chunk,) = build_unset_chunks(config, groups, vocab_size=300, dtype=torch.bfloat16)
-            for _, shard in walk_shards(chunk.sharded_state_dict()):
-                region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
-                shard.data.detach().copy_(opened.reader.read(region))
-            chunk.weights_are_set = True
+            chunk = chunk_of(config, groups, opened.reader, 300, torch.bfloat16)
             ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(5))
             with torch.no_grad():
                 found: Tensor = chunk.eval()(ids, torch.arange(16).expand(2, -1))

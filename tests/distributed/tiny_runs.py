@@ -77,9 +77,15 @@ PRIVATE = replace(
 """A table per layer, so that one layer may be a chunk; untied embeddings, two heads, no pre-values."""
 
 
-def chunk_of(config: RunConfig, groups: ParallelGroups, weights: TensorReader, vocab_size: int) -> MemoryGPTModel:
-    """A whole model on one rank, with a checkpoint's weights, of any format."""
-    (chunk,) = build_unset_chunks(config, groups, vocab_size=vocab_size)
+def chunk_of(
+    config: RunConfig,
+    groups: ParallelGroups,
+    weights: TensorReader,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+) -> MemoryGPTModel:
+    """A rank's part of a model without stages, with a checkpoint's weights, of any format."""
+    (chunk,) = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
     for _, shard in walk_shards(chunk.sharded_state_dict()):
         region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
         shard.data.detach().copy_(weights.read(region))

@@ -14,11 +14,11 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
 from pretrain.planning.costs.rows import accumulate_s, distinct_rows, missed_share, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
+from pretrain.planning.costs.weights import trained_dense, trained_tables
 from tools import cli
 from tools.maintenance.bank_splits import reading
 from tools.maintenance.check_plan import shipped_models

@@ -37,6 +37,7 @@ from pretrain.planning.costs.state import (
     stored_table,
     table_state,
 )
+from pretrain.planning.costs.weights import local_dense, local_tables, trained_dense, trained_tables
 
 
 class MemoryPart(StrEnum):
@@ -163,32 +164,6 @@ def checkpoint_bytes(config: RunConfig) -> float:
     tables = sum(stage.table_elements for stage in stages)
     dense = sum(stage.expert_weights + stage.split_weights + stage.whole_weights for stage in stages)
     return dense * stored_dense(config) + tables * stored_table(config) - saved_by_matrices(config)
-
-
-def local_dense(config: RunConfig, stage: Stage) -> float:
-    """Weights of a stage on one rank, without tables and experts."""
-    return stage.split_weights / config.parallel.tensor + stage.whole_weights
-
-
-def local_tables(config: RunConfig, stage: Stage) -> float:
-    """Elements of a stage's tables (and experts) on one rank."""
-    return (stage.table_elements + stage.expert_weights) / config.parallel.memory
-
-
-def trained_dense(config: RunConfig, stage: Stage) -> float:
-    """Trained part of `local_dense`."""
-    return stage.trained.split / config.parallel.tensor + stage.trained.whole
-
-
-def trained_tables(config: RunConfig, stage: Stage) -> float:
-    """Trained part of `local_tables`."""
-    return (stage.trained.table_elements + stage.trained.experts) / config.parallel.memory
-
-
-def reduced_tables(config: RunConfig, stage: Stage) -> float:
-    """The part of `trained_tables` whose gradients replicas reduce, each owning a range: without those that are rows."""
-    tables = 0.0 if has_read_rows(config) else stage.trained.table_elements
-    return (tables + stage.trained.experts) / config.parallel.memory
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:

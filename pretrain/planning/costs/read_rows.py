@@ -8,6 +8,7 @@ as many as were read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
@@ -68,28 +69,29 @@ def most_rows_of_families(
     Args:
         num_replicas: of a part of a table, that read them together.
     """
-    layout = config.parallel
     for family in stage.families:
-        entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
-        entries *= num_replicas
-        yield (
-            family.memory,
-            sum(
-                min(entries * lookups, rows / layout.memory_rows) for rows, lookups in _lookups_of_banks(stage, family)
-            ),
-        )
+        yield family.memory, sum(_most_rows_of_banks(config, stage, division, family, num_replicas))
 
 
-def read_elements(config: RunConfig, stage: Stage, division: Division) -> float:
+def _most_rows_of_banks(
+    config: RunConfig, stage: Stage, division: Division, family: FamilyInStage, num_replicas: int
+) -> Iterator[float]:
+    """The same by bank of a family."""
+    layout = config.parallel
+    entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
+    for rows, lookups in _lookups_of_banks(stage, family):
+        yield min(entries * num_replicas * lookups, rows / layout.memory_rows)
+
+
+def read_elements(config: RunConfig, stage: Stage, division: Division, *, num_replicas: int = 1) -> float:
     """Elements of those rows in all tables, on a rank."""
-    by_family = most_rows_of_families(config, stage, division)
+    by_family = most_rows_of_families(config, stage, division, num_replicas=num_replicas)
     return sum(rows * memory.row_width / config.parallel.memory_columns for memory, rows in by_family)
 
 
 def updated_elements(config: RunConfig, stage: Stage, division: Division) -> float:
     """Elements of the rows that a step can update at the most: those that all replicas read, on each of them."""
-    by_family = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
-    return sum(rows * memory.row_width / config.parallel.memory_columns for memory, rows in by_family)
+    return read_elements(config, stage, division, num_replicas=division.table_replicas)
 
 
 def replica_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -126,15 +128,8 @@ def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
 
 def _most_rows_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:
     """Rows that a replica can read of the bank that most are read of."""
-    layout, read = config.parallel, division.rank_tokens * division.num_microbatches
-    return max(
-        (
-            min(layout.memory * read * family.memory.lookup.rows * lookups, rows / layout.memory_rows)
-            for family in stage.families
-            for rows, lookups in _lookups_of_banks(stage, family)
-        ),
-        default=0.0,
-    )
+    of_banks = (_most_rows_of_banks(config, stage, division, family, 1) for family in stage.families)
+    return max(chain.from_iterable(of_banks), default=0.0)
 
 
 def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:

@@ -33,7 +33,7 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.memory import MemoryPart, block_kept, reduced_tables, trained_dense, trained_tables
+from pretrain.planning.costs.memory import MemoryPart, block_kept
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds
@@ -47,6 +47,7 @@ from pretrain.planning.costs.traffic import (
     halo_bytes,
     lookup_bytes_of_ways,
 )
+from pretrain.planning.costs.weights import reduced_tables, trained_dense, trained_tables
 
 
 class TimePart(StrEnum):
