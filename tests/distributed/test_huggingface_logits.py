@@ -376,9 +376,21 @@ def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exp
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize(
-    "name", ["v2 beside experts, biases", "ultramem, skipping and overlapping", "peer", "midus", "engram", *BY_TOKENS]
-)
+PLACED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "peer", "midus", "engram", *BY_TOKENS]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_accelerate_finds_places_by_itself(exported: Any, tmp_path: Path, name: str) -> None:
+    folder, expected = exported(name)
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in load(folder).parameters())
+    model = load(folder, device_map="auto", max_memory={"cpu": num_bytes - 1}, offload_folder=str(tmp_path))
+    assert "disk" in model.hf_device_map.values()
+    with torch.no_grad():
+        logits = model(some_tokens()).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", PLACED)
 def test_accelerate_may_leave_weights_on_disk(exported: Any, tmp_path: Path, name: str) -> None:
     folder, expected = exported(name)
     blocks = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(MODELS[name].num_layers)}
