@@ -44,6 +44,7 @@ from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, tr
 from pretrain.engine.row_gradients import apart_from_ddp
 from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
+from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 
@@ -235,6 +236,7 @@ def wrap_chunks(
             )
         if has_bf16_gradients(config.optimizer):
             add_tables(wrapped[-1], tables)
+        spare_sole_owners(wrapped[-1])
         if config.parallel.overlap_param_gather:
             wait_before_memories(wrapped[-1], chunk)
         if gradient_stream is not None:

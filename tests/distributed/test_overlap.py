@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
@@ -129,6 +130,37 @@ def test_the_losses_stay(compared: list[dict[str, Any]], name: str) -> None:
         assert parts > 2
         for row, other in zip(rows, other_rows, strict=True):
             assert row == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_weights_of_one_rank_alone_are_in_no_collective(run_ranks: RunRanks, beside: bool) -> None:
+    """Each rank has its own columns of split tables, and a copy of the rest."""
+    config = on(SHARED, memory=2)
+    config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=beside, overlap_param_gather=beside))
+
+    def main() -> tuple[list[int], list[tuple[float, float]], list[tuple[float, float]]]:
+        sizes: list[int] = []
+
+        def telling(collective: Any) -> Any:
+            def call(*arguments: Any, group: Any, **options: Any) -> Any:
+                sizes.append(group.size())
+                return collective(*arguments, group=group, **options)
+
+            return call
+
+        with (
+            patch.object(buffers, "dist_all_gather_func", telling(buffers.dist_all_gather_func)),
+            patch.object(buffers, "dist_reduce_scatter_func", telling(buffers.dist_reduce_scatter_func)),
+        ):
+            with tiny_run(config) as run:
+                spared = run.train(STEPS)
+            told = list(sizes)
+            with patch("pretrain.engine.build.spare_sole_owners"), tiny_run(config) as run:
+                return told, spared, run.train(STEPS)
+
+    for sizes, spared, as_megatron in run_ranks(main, 2):
+        assert set(sizes) == {2}
+        assert spared == as_megatron
 
 
 def test_a_checkpoint_knows_nothing_of_parts(run_ranks: RunRanks, tmp_path: Path) -> None:
