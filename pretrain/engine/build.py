@@ -42,9 +42,9 @@ from pretrain.config.updates import has_bf16_gradients
 from pretrain.engine.bf16_gradients import add_tables
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.engine.row_gradients import apart_from_ddp
+from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
-from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 
