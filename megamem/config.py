@@ -16,6 +16,7 @@ from megamem.placed import Placed, PlacedMemory, place
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
 from megamem.spans import Span, count_memory_layers, resolve_placement
+from megamem.width_config import MupConfig, WidthRules
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class ModelConfig(Config):
     ] = None
     """Lower frequencies of RoPE, for longer sequences than before; null: those of rotary_base."""
     init_std: Annotated[PositiveFloat | None, Role.IDENTITY] = None
-    """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
+    """Standard deviation of the initial linear weights and embeddings, with mup at its base; null: sqrt(2 / (5 hidden_size))."""
+    mup: Annotated[MupConfig | None, Role.IDENTITY] = None
+    """Initial weights and learning rates that follow hidden_size; null: rates are the same at every width."""
     implementation: Annotated[Literal["local", "transformer_engine"], Role.RUNNING] = "local"
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
     moe: Annotated[MoEConfig | None, Role.IDENTITY] = None
@@ -188,6 +191,27 @@ class ModelConfig(Config):
                 except ValueError as error:
                     # Families name the section that most models have alone.
                     raise ValueError(str(error).replace("model.memory.", "model.second_memory.")) from None
+        if self.mup is not None:
+            self._check_width(self.mup)
+
+    def _check_width(self, mup: MupConfig) -> None:
+        """Refuse parts that have no rule for another width.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+        for key, memory in self.families.items():
+            if not memory.follows_width:
+                raise ValueError(
+                    f"{key}.kind is {memory.kind}, for which there is no rule of muP: set model.mup: null, or choose "
+                    "another family"
+                )
+        if mup.base_head_dim is not None and (not self.qk_norm or self.latent_attention is not None):
+            where = "latent_attention is set" if self.qk_norm else "qk_norm is false"
+            raise ValueError(
+                f"model.mup.base_head_dim is {mup.base_head_dim}, whose factor is in the gains of queries, and model.{where}: "
+                "leave it out, and give a wider model more heads (model.head_dim), or use plain attention with qk_norm"
+            )
 
     def _check_memory(self, memory: MemoryConfig) -> None:
         memory.check(
@@ -367,8 +391,28 @@ class ModelConfig(Config):
 
     @property
     def linear_std(self) -> float:
-        """Standard deviation of initial linear weights, sqrt(2 / 5D) unless set."""
-        return self.init_std if self.init_std is not None else math.sqrt(2 / (5 * self.hidden_size))
+        """Standard deviation of initial linear weights whose inputs are as wide as the model: sqrt(2 / 5D) unless set."""
+        if self.init_std is None:
+            return math.sqrt(2 / (5 * self.hidden_size))
+        return self.init_std / math.sqrt(self.width_rules.ratio)
+
+    @property
+    def narrow_std(self) -> float:
+        """Standard deviation of initial embeddings, and of linear weights whose inputs are not as wide as the model."""
+        return self.linear_std * math.sqrt(self.width_rules.ratio)
+
+    @property
+    def base_hidden_size(self) -> float:
+        """D of the model that initial weights are defined for: this one, or that of muP's search."""
+        return self.hidden_size / self.width_rules.ratio
+
+    @property
+    def width_rules(self) -> WidthRules:
+        """Rules by which weights and rates follow the width; without muP they do not."""
+        if self.mup is None:
+            return WidthRules()
+        base_head = self.mup.base_head_dim or self.attention_head_dim
+        return WidthRules(self.hidden_size / self.mup.base_hidden_size, math.sqrt(base_head / self.attention_head_dim))
 
 
 @lru_cache(maxsize=64)

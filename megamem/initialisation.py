@@ -23,6 +23,7 @@ from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill
 from megamem.shards import walk_shards
+from megamem.width_config import Width
 
 
 def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:
@@ -40,26 +41,26 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     match name.split("."):
-        case [*_, "word_embeddings" | "linear_qkv" | "linear_fc1" | "router", "weight"] | ["output_layer", "weight"]:
+        case [*_, "word_embeddings", "weight"] | ["output_layer", "weight"]:
+            return Normal(model.narrow_std)
+        case [*_, "linear_qkv" | "linear_fc1" | "router", "weight"]:
             return Normal(std)
-        case [*_, "linear_q_proj" | "linear_q_down_proj" | "linear_q_up_proj", "weight"]:
+        case [*_, "linear_q_proj" | "linear_q_down_proj" | "linear_kv_down_proj", "weight"]:
             return Normal(std)
+        case [*_, "linear_q_up_proj" | "linear_kv_up_proj", "weight"]:
+            # Of latents, whose width is given.
+            return Normal(model.narrow_std)
         case ["multi_token", "layers", _, "projection", "weight"]:
-            return Normal(std)
-        case [*_, "linear_kv_down_proj" | "linear_kv_up_proj", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)
+        case [*_, "final_layernorm", "weight"]:
+            return Constant(model.width_rules.gain(Width.LOGITS))
+        case [*_, "self_attention", "q_layernorm", "weight"]:
+            return Constant(model.width_rules.gain(Width.HEADS))
         case [
             *_,
-            "input_layernorm"
-            | "pre_mlp_layernorm"
-            | "final_layernorm"
-            | "embedding_norm"
-            | "hidden_norm"
-            | "q_layernorm"
-            | "k_layernorm"
-            | "kv_layernorm",
+            "input_layernorm" | "pre_mlp_layernorm" | "embedding_norm" | "hidden_norm" | "k_layernorm" | "kv_layernorm",
             "weight",
         ]:
             return Constant(1.0)

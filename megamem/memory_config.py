@@ -170,6 +170,9 @@ class MemoryConfig(Config, ABC):
     (`megamem.bank.TableLookup.read_heads`)."""
     reads_once: ClassVar[bool] = False
     """True if the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
+    follows_width: ClassVar[bool] = False
+    """True if the family's weights and their rates have a rule for other widths of the model (`model.mup`): its layer says
+    of each weight how it follows the width, and its initial distributions agree. Widths inside of memories stay."""
     rows_are_known: ClassVar[bool] = False
     """True if tokens alone say which rows are read (`megamem.model.MemoryGPTModel.rows_read`)."""
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megamem.backbone_matrices import backbone_matrices
 from megamem.parameters import ReducedOver, declare, parameter_device
+from megamem.width_config import Width
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 """The router's losses by their names in metrics."""
@@ -113,7 +114,7 @@ class Router(TopKRouter):
         weight: Any = nn.Parameter(self.weight.detach().to(parameter_device(config)))
         weight.sequence_parallel = config.sequence_parallel
         self.weight = weight
-        declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS)
+        declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS, width=Width.INPUTS)
         self.begin_step()
 
     def begin_step(self) -> None:

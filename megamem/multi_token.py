@@ -33,6 +33,7 @@ from megamem.config import MultiTokenConfig
 from megamem.losses import inject
 from megamem.parameters import Matrices, ReducedOver, declare, parameter_device
 from megamem.parts import Parts
+from megamem.width_config import Width
 
 
 def tokens_ahead(labels: Tensor, loss_mask: Tensor, positions: Tensor, depth: int) -> dict[str, Tensor]:
@@ -204,7 +205,7 @@ class _Projection(nn.Module):
         super().__init__()
         size, device = (config.hidden_size, 2 * config.hidden_size), parameter_device(config)
         self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
-        declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS, matrices=Matrices())
+        declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS, matrices=Matrices(), width=Width.BOTH)
 
     def forward(self, both: Tensor) -> Tensor:
         return F.linear(both, self.weight)

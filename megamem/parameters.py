@@ -1,5 +1,5 @@
-"""Declarations made where a parameter is created: its device, its optimizer group, the ranks that sum its gradient, and
-the hidden matrices that it consists of.
+"""Declarations made where a parameter is created: its device, its optimizer group, the ranks that sum its gradient,
+the hidden matrices that it consists of, and how it follows the model's width.
 
 Nothing is read off a parameter's name. A trainable parameter of which nothing is declared is an error (`group_of`).
 """
@@ -14,6 +14,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+
+from megamem.width_config import Width
 
 GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
 """Matrices and vectors of the backbone, matrices of memory layers, experts of a mixture, and the two tables.
@@ -61,6 +63,7 @@ def declare(
     reduced_over: ReducedOver,
     tensor_dim: int | None = None,
     matrices: Matrices | None = None,
+    width: Width = Width.NEITHER,
 ) -> None:
     """Tell the optimizer and Megatron what they have to know of a parameter.
 
@@ -71,9 +74,11 @@ def declare(
         tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole, and the global
             gradient norm counts it on the first of them alone.
         matrices: that it consists of; None: it is no hidden matrix.
+        width: how it follows the model's width, in families that do (`MemoryConfig.follows_width`) and in the backbone.
     """
     assert not is_declared(parameter)
     parameter.hidden_matrices = matrices  # type: ignore[attr-defined]
+    set_width(parameter, width)
     parameter.optimizer_group = group  # type: ignore[attr-defined]
     match reduced_over:
         case ReducedOver.TOKENS:
@@ -83,6 +88,17 @@ def declare(
     # Later versions of the engine than 0.16.1 say it of their own linears, whoever fills them.
     if tensor_dim is not None and not hasattr(parameter, "partition_dim"):
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=tensor_dim, stride=1)
+
+
+def set_width(parameter: nn.Parameter, width: Width) -> None:
+    """Say how a parameter follows the model's width, where its maker does not know of what it is a part."""
+    parameter.follows_width = width  # type: ignore[attr-defined]
+
+
+def width_of(parameter: nn.Parameter) -> Width:
+    """The declared way in which a parameter follows the model's width."""
+    width: Width = parameter.follows_width  # type: ignore[attr-defined]
+    return width
 
 
 @dataclass(frozen=True)

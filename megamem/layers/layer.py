@@ -25,6 +25,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
+from megamem.width_config import Width
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,15 @@ class MemoryLayer(MegatronModule):
     def refresh(cls, layers: Sequence[Self]) -> None:
         """Refresh these layers of one model chunk once per optimizer step, before its first microbatch."""
 
-    def _matrix(self, num_outputs: int, num_inputs: int) -> nn.Parameter:
+    def _matrix(self, num_outputs: int, num_inputs: int, width: Width) -> nn.Parameter:
         """A weight [outputs, inputs] that maps one activation to another."""
-        return self._weight(num_outputs, num_inputs, matrices=Matrices())
+        return self._weight(num_outputs, num_inputs, matrices=Matrices(), width=width)
 
-    def _weight(self, *shape: int, matrices: Matrices | None = None) -> nn.Parameter:
+    def _weight(self, *shape: int, matrices: Matrices | None = None, width: Width = Width.NEITHER) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
         # Gains and biases are not decayed.
         group: GroupName = "retrieval" if len(shape) > 1 else "backbone_no_decay"
-        declare(weight, group, reduced_over=ReducedOver.TOKENS, matrices=matrices)
+        declare(weight, group, reduced_over=ReducedOver.TOKENS, matrices=matrices, width=width)
         return weight
 
 

@@ -15,6 +15,7 @@ from kernels.product_topk.op import ProductTopk, torch_product_topk
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.norm import rms_normalise
 from megamem.retrieval.config import ProductKeyConfig
+from megamem.width_config import Width
 
 
 def retrieve(
@@ -54,13 +55,15 @@ class ProductKeyLayer(RetrievalLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory = self.memory
-        self.query_proj = self._matrix(memory.num_queries * memory.key_dim, hidden_size)
+        self.query_proj = self._matrix(memory.num_queries * memory.key_dim, hidden_size, Width.INPUTS)
         self.query_bias = self._bias(memory.num_queries * memory.key_dim)
         self.query_norm = self._weight(memory.key_dim) if memory.query_norm else None
         self.keys = self._weight(memory.num_heads, 2, self.num_keys, memory.key_dim)
-        self.value_proj = self._matrix(hidden_size, memory.value_dim) if memory.has_value_projection else None
+        self.value_proj = None
+        if memory.has_value_projection:
+            self.value_proj = self._matrix(hidden_size, memory.value_dim, Width.OUTPUTS)
         self.value_bias = self._bias(hidden_size) if memory.has_value_projection else None
-        self.output_gate = self._weight(1, hidden_size) if memory.has_output_gate else None
+        self.output_gate = self._weight(1, hidden_size, width=Width.INPUTS) if memory.has_output_gate else None
         self.output_gate_bias = self._bias(1) if memory.has_output_gate else None
 
     def _bias(self, size: int) -> nn.Parameter | None:

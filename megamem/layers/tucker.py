@@ -28,6 +28,7 @@ from megamem.random_fill import fill
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.initial import memory_variance
 from megamem.shuffle import KeyedShuffle, random_permutation
+from megamem.width_config import Width
 
 # Tokens that retrieve in a calibration.
 _SAMPLE_TOKENS = 128
@@ -147,12 +148,12 @@ class TuckerLayer(RetrievalLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory, heads, rank, keys = self.memory, self.memory.num_heads, self.memory.tucker_rank, self.num_keys
-        self.query_proj = self._matrix(memory.num_queries * memory.key_dim, hidden_size)
+        self.query_proj = self._matrix(memory.num_queries * memory.key_dim, hidden_size, Width.INPUTS)
         self.keys = self._weight(heads, 2, keys, memory.key_dim, rank)
         self.query_norm = self._weight(memory.key_dim)
         self.keys_norm = self._weight(memory.key_dim)
         self.cores = self._weight(memory.num_cores, heads, rank, rank)
-        self.value_proj = self._matrix(hidden_size, memory.num_value_projections * memory.value_dim)
+        self.value_proj = self._matrix(hidden_size, memory.num_value_projections * memory.value_dim, Width.OUTPUTS)
         wide = torch.promote_types(self.config.params_dtype, torch.float32)
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
         self.register_buffer("u", vectors)

@@ -112,6 +112,8 @@ class TuckerConfig(RetrievalConfig):
 
     scoring: ClassVar[Scoring | None] = Scoring.TUCKER
     """By scores of a grid's entries that are decomposed."""
+    follows_width: ClassVar[bool] = True
+    """Keys and values keep their widths; queries and pre-values are made of the stream."""
     default_expansion: ClassVar[int] = 1
     """e of the family where key_expansion is null."""
 

@@ -36,14 +36,14 @@ def tucker_distribution(
     released = memory.initialisation == "released"
     match name:
         case "query_proj":
-            return Normal(memory.key_dim**-0.5 if released else model.linear_std)
+            return Normal(_narrowed(memory.key_dim**-0.5, model) if released else model.linear_std)
         case "keys":
             # Keys are normalised when read, so this sets nothing but how far one optimizer step turns them.
             return Normal(memory.key_dim**-0.5)
         case "cores":
             return Uniform(1.0)
         case "value_proj":
-            return Normal((memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.linear_std)
+            return Normal((memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.narrow_std)
         case "pre_value_proj":
             return Normal(model.hidden_size**-0.5 if released else model.linear_std)
         case "query_norm" | "keys_norm":
@@ -63,16 +63,19 @@ def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | 
 
 def product_key_distribution(name: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
     """The constants of both releases, which agree (where UltraMemV2's has V = D, the only case that it has)."""
-    width = model.hidden_size
+    # Of the model that the search of muP trains, where there is one.
+    width = model.base_hidden_size
     match name:
         case "query_proj":
-            return symmetric(math.sqrt(6 / (width + memory.num_queries * memory.key_dim)))
+            return symmetric(_narrowed(math.sqrt(6 / (width + memory.num_queries * memory.key_dim)), model))
         case "keys":
             return symmetric((2 * memory.key_dim) ** -0.5)
         case "query_norm":
             return Constant(1.0)
-        case "value_proj" | "output_gate":
+        case "value_proj":
             return Normal(width**-0.5)
+        case "output_gate":
+            return Normal(_narrowed(width**-0.5, model))
         case "query_bias" | "output_gate_bias":
             return symmetric(width**-0.5)
         case "value_bias":
@@ -81,8 +84,15 @@ def product_key_distribution(name: str, memory: ProductKeyConfig, model: ModelCo
 
 
 def product_key_table_std(memory: ProductKeyConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """1 / sqrt(V)."""
-    return memory.value_dim**-0.5
+    """1 / sqrt(V), of vectors of the stream in the model that the search of muP trains."""
+    if memory.has_value_projection:
+        return memory.value_dim**-0.5
+    return float(model.base_hidden_size**-0.5)
+
+
+def _narrowed(std: float, model: ModelConfig) -> float:
+    """Deviation of weights whose inputs are as wide as the model, given theirs in the model that the search of muP trains."""
+    return std / math.sqrt(model.width_rules.ratio)
 
 
 def linear_output_variance(model: ModelConfig) -> float:
@@ -146,10 +156,10 @@ def memory_variance(
         sigma_v: standard deviation of values and pre-values.
         score_square: E[s^2] of the retrieved scores: 1 + sigma_s^2 where their mean is 1.
         pre_input_variance: of the projected input; None: a.
-        value_proj_variance: of the value projection's weights; None: std^2.
+        value_proj_variance: of the value projection's weights; None: std^2, in the model that the search of muP trains.
     """
     pre_input_variance = linear_output_variance(model) if pre_input_variance is None else pre_input_variance
-    value_proj_variance = model.linear_std**2 if value_proj_variance is None else value_proj_variance
+    value_proj_variance = model.narrow_std**2 if value_proj_variance is None else value_proj_variance
     product = 1.0
     if pre_dim := memory.pre_value_dim:
         variance = pre_input_variance * sigma_v**2 * pre_dim

@@ -72,6 +72,8 @@ class MixedValuesConfig(TokenTableConfig):
 
     slot: ClassVar[Slot | None] = VALUES
     """The values of attention."""
+    follows_width: ClassVar[bool] = True
+    """Rows are vectors, gates are made of the stream."""
     follows_heads: ClassVar[bool] = True
     """A rank reads the columns of its own heads' values."""
 

@@ -16,6 +16,7 @@ from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.token_tables.config import MixedValuesConfig
 from megamem.token_tables.rows import rows_of_tokens
+from megamem.width_config import Width
 
 
 class MixedValuesLayer(MemoryLayer):
@@ -34,7 +35,9 @@ class MixedValuesLayer(MemoryLayer):
     memory: MixedValuesConfig
 
     def _build(self, hidden_size: int, seed: int) -> None:
-        self.gate_proj = self._weight(self.memory.num_gate_heads * self.memory.num_gates, hidden_size)
+        self.gate_proj = self._weight(
+            self.memory.num_gate_heads * self.memory.num_gates, hidden_size, width=Width.INPUTS
+        )
 
     def gates(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
         """g_0 [T, n] (None: it is 1) and g_1 .. g_M as [T, M, n], for `hidden` [t, b, D]."""

@@ -103,14 +103,16 @@ def apply_schedule(
 ) -> None:
     """Set learning rate and weight decay of every group for one step, in place.
 
-    Several may have one name: hidden matrices that Muon updates (their `rule`), and the rest.
+    Several may have one name: hidden matrices that Muon updates (their `rule`), and the rest, which muP may give other
+    rates (their `rate_factor`). A rate times a decay stays what it is without it.
     """
     settings = group_settings(step, optimizer, train, stage)
     for group in param_groups:
         lr, decay = settings[group["name"]]
         if group.get("rule") == MUON.name:
             lr, decay = matrix_settings(lr, decay, optimizer)
-        group["lr"], group["weight_decay"] = lr, decay
+        factor = group.get("rate_factor", 1.0)
+        group["lr"], group["weight_decay"] = lr * factor, decay / factor
 
 
 def matrix_settings(lr: float, decay: float, optimizer: OptimizerConfig) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from torch import nn
 from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
 from megamem.backbone_matrices import backbone_matrices
+from megamem.backbone_widths import set_backbone_widths
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.norm import ApexRMSNorm, RMSNorm
@@ -140,6 +141,7 @@ def build_unset_chunks(
         )
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)
+        set_backbone_widths(built)
         built.train_only(TrainedPart.of(model, config.optimizer.trained_layers))
         chunks.append(built)
     return chunks

@@ -7,7 +7,7 @@ With G the gradient of a matrix W [m, n], and NewtonSchulz of `pretrain.engine.n
     W <- (1 - lr decay) W - lr s NewtonSchulz(U)
 
 where s is 0.2 sqrt(max(m, n)), by which an update is as large as AdamW's (Liu et al., 2025), or max(1, sqrt(m / n)), as
-in the original. Momentum and main weights are fp32, products in the precision of the run.
+in the original; with muP times a factor by which its spectral norm goes with sqrt(m / n) from width to width. Momentum and main weights are fp32, products in the precision of the run.
 
 An update needs whole matrices, and ranks own ranges of parameters: each data-parallel replica a range of a
 tensor-parallel rank's part. So every matrix has a rank of the stage that works on it. It receives the owners' pieces of
@@ -31,7 +31,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from megamem.parameters import matrices_of, tensor_dim_of
+from megamem.parameters import matrices_of, tensor_dim_of, width_of
+from megamem.width_config import WidthRules
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import MUON, orthogonalisation_flops
 from pretrain.engine.newton_schulz import orthogonalised
@@ -41,6 +42,7 @@ from pretrain.engine.update_rules import Share, Spread, UpdateRule
 ROUND_ELEMENTS = 1 << 24
 """Elements of matrices that a rank works on at a time, if no single one has more: buffers are of that size."""
 (_MOMENTUM,) = MUON.per_element
+Scale = Literal["match_rms_adamw", "original"]
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,10 @@ class Unit:
             return joined.unflatten(1, (self.num_parts, -1)).transpose(0, 1)
         return joined.unflatten(0, (self.num_parts, -1))
 
-    def scales(self, scale: Literal["match_rms_adamw", "original"], tensor_rank: int) -> Iterator[tuple[int, float]]:
+    def scales(self, scale: Scale, widths: WidthRules, tensor_rank: int) -> Iterator[tuple[int, float]]:
         """(end, s) of runs of a tensor-parallel rank's part, flat, in order: s is the matrix's that the run is of."""
         rows, columns = self.part_shape
-        by_matrix = [_scale(shape, scale) for shape in self.matrix_shapes]
+        by_matrix = [self._scale(shape, scale, widths) for shape in self.matrix_shapes]
         if len(set(by_matrix)) == 1:
             yield rows * columns, by_matrix[0]
             return
@@ -168,8 +170,13 @@ class Unit:
             if end - first >= rows:
                 return
 
+    def _scale(self, shape: tuple[int, int], scale: Scale, widths: WidthRules) -> float:
+        """s of a matrix of the unit, with its factor for the model's width."""
+        width, own = width_of(self.parameter), _scale(shape, scale)
+        return own * widths.spectral_factor(width, shape, own, _scale(widths.base_shape(width, shape), scale))
 
-def _scale(shape: tuple[int, int], scale: Literal["match_rms_adamw", "original"]) -> float:
+
+def _scale(shape: tuple[float, float], scale: Scale) -> float:
     """s of a matrix [m, n]."""
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
@@ -279,6 +286,7 @@ class Muon(UpdateRule):
         spreads: Sequence[Spread],
         *,
         settings: OptimizerConfig,
+        widths: WidthRules,
         dtype: torch.dtype,
         team: Team,
     ) -> None:
@@ -286,10 +294,12 @@ class Muon(UpdateRule):
 
         Args:
             settings: the keys of Muon.
+            widths: how updates follow the model's width.
             dtype: of products.
             team: that owns the shares' parameters together.
         """
         self.shares, self._team, self._dtype, self._settings = shares, team, dtype, settings
+        self._widths = widths
         self._momentum = {share: torch.zeros_like(share.gradient) for share in shares}
         # In fp32 the weights are their own main weights, as Megatron has it.
         self._main = {share: share.weights.float() for share in shares}
@@ -332,7 +342,7 @@ class Muon(UpdateRule):
     def _scales(self, unit: Unit, piece: _Piece, first: int) -> tuple[tuple[slice, float], ...]:
         """Runs of a piece with their s, in a share that the unit begins at `first` of."""
         found, start = [], piece.start
-        for end, factor in unit.scales(self._settings.muon_scale, piece.rank % self._team.num_tensor):
+        for end, factor in unit.scales(self._settings.muon_scale, self._widths, piece.rank % self._team.num_tensor):
             stop = min(end, piece.stop)
             if start < stop:
                 found.append((slice(first + start, first + stop), factor))

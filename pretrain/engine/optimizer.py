@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megamem.parameters import GroupName, group_of, is_on_every_stage, matrices_of
+from megamem.parameters import GroupName, group_of, is_on_every_stage, matrices_of, width_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import (
@@ -480,9 +480,10 @@ def _distributed_optimizer(
     split = names is not DENSE_GROUPS
     settings = config.optimizer
     param_groups: list[dict[str, Any]] = [
-        {"params": parameters, "name": name, "is_expert_parallel": split, "rule": rule}
+        {"params": own, "name": name, "is_expert_parallel": split, "rule": rule, "rate_factor": factor}
         for name in names
         for rule, parameters in _by_rule(config, name, assigned[name])
+        for factor, own in _by_width(config, name, rule, parameters)
     ]
     inner = None
     if any(group["params"] for group in param_groups):
@@ -542,6 +543,18 @@ def _by_rule(
         yield _rule_of(config, group), parameters
 
 
+def _by_width(
+    config: RunConfig, group: GroupName, rule: str | None, parameters: list[nn.Parameter]
+) -> Iterator[tuple[float, list[nn.Parameter]]]:
+    """Parameters of a group by the factor that muP gives AdamW's learning rate. Tables have none, and Muon has its own."""
+    rules = config.model.width_rules
+    if rule is not None or group in TABLE_GROUPS:
+        yield 1.0, parameters
+        return
+    for factor in rules.rate_factors:
+        yield factor, [parameter for parameter in parameters if rules.rate_factor(width_of(parameter)) == factor]
+
+
 def _rule_of(config: RunConfig, group: GroupName) -> str | None:
     """The name of the rule that updates a group as one; None: Megatron's AdamW."""
     if group not in TABLE_GROUPS or config.model.memory is None:
@@ -565,7 +578,8 @@ def _make_rule(
     if rule == MUON.name:
         # Experts are not split over tensor-parallel ranks.
         team = Team(megatron.expt_dp, 1) if split else Team(megatron.tp_dp_cp, megatron.tp.size())
-        return partial(Muon, settings=settings, dtype=parameter_dtype(config), team=team)
+        dtype = parameter_dtype(config)
+        return partial(Muon, settings=settings, widths=config.model.width_rules, dtype=dtype, team=team)
     if rule == _ON_HOST:
         return partial(HostTables, adamw=host_adamw(settings))
     assert rule == ROW_WISE.name

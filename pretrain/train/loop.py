@@ -147,9 +147,11 @@ def _learning_rates(run: Run) -> dict[GroupName, float]:
     A stage without split parameters has no such groups, and says what the schedule gives those of other stages.
     """
     scheduled = group_settings(run.state.step, run.config.optimizer, run.config.train, run.config.stage)
-    # Matrices that Muon updates have the rate of their group times a constant.
+    # Matrices that Muon updates, and what muP gives other rates, have the rate of their group times a constant.
     carried: dict[GroupName, float] = {
-        group["name"]: group["lr"] for group in run.optimizer.param_groups if group.get("rule") != MUON.name
+        group["name"]: group["lr"]
+        for group in run.optimizer.param_groups
+        if group.get("rule") != MUON.name and group.get("rate_factor", 1.0) == 1.0
     }
     return {name: lr for name, (lr, _) in scheduled.items()} | carried
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megamem.config import LatentAttentionConfig, MoEConfig, MultiTokenConfig
 from megamem.rotary_config import RotaryScalingConfig
+from megamem.width_config import MupConfig
 
 MODEL = Table()
 FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"
@@ -358,6 +359,35 @@ def _(base: Subject, second: Subject) -> None:
     # a = D std^2 of Eq. 25-26: sigma_V^4 = target / (std^2 a P ...) with a target that goes with a^2 std^2.
     scale = (0.01 / by_default) ** 0.5
     assert same(second.weights["banks.0.values"] / scale, base.weights["banks.0.values"])
+
+
+@MODEL.key("model.mup", MupConfig(base_hidden_size=16))
+def _(base: Subject, second: Subject) -> None:
+    """A base of half the width: larger embeddings and value projections, smaller gains before logits; `test_width.py` has all."""
+    factors = {"word_embeddings": 2**0.5, "value_proj": 2**0.5, "final_layernorm": 0.5}
+    for name, weight in base.weights.items():
+        (part,) = last_parts({name})
+        if not name.startswith("banks."):
+            assert same(second.weights[name], factors.get(part, 1.0) * weight), name
+    # sigma_V^4 goes with one over the projection's variance.
+    assert same(second.weights["banks.0.values"] * 2**0.25, base.weights["banks.0.values"])
+
+
+WITH_MUP = with_model(mup=MupConfig(base_hidden_size=16))
+
+
+@MODEL.key("model.mup.base_hidden_size", 8, WITH_MUP)
+def _(base: Subject, second: Subject) -> None:
+    gain = "decoder.final_layernorm.weight"
+    assert (float(base.weights[gain][0]), float(second.weights[gain][0])) == (0.5, 0.25)
+
+
+@MODEL.key("model.mup.base_head_dim", 2, WITH_MUP)
+def _(base: Subject, second: Subject) -> None:
+    """sqrt(2 / 8) in the gains of queries, and nowhere else."""
+    gains = {name for name in base.weights if "q_layernorm" in name}
+    assert changed_names(base.weights, second.weights) == gains
+    assert all(same(second.weights[name], 0.5 * base.weights[name]) for name in gains)
 
 
 @MODEL.key("model.implementation", "transformer_engine")

@@ -37,6 +37,8 @@ class EngramConfig(MemoryConfig):
     """The residual stream before attention."""
     scoring: ClassVar[Scoring | None] = Scoring.NGRAMS
     """Nothing is scored."""
+    follows_width: ClassVar[bool] = True
+    """Scores are products of two vectors of the stream's width, the rest are vectors and maps from rows."""
     reads_tokens: ClassVar[bool] = True
     """Their n-grams are hashed."""
 

@@ -7,6 +7,7 @@ from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.family import Family
 from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
+from megamem.width_config import Width
 
 from .config import EngramConfig
 
@@ -36,8 +37,10 @@ def _costs(memory: EngramConfig, view: LayerView, width: int) -> LayerCosts:
 def _distribution(name: str, memory: EngramConfig, model: ModelConfig) -> Distribution | None:
     match name:
         case "key_proj" | "value_proj":
-            return Normal(model.linear_std)
-        case "key_gain" | "query_gain" | "conv_gain":
+            return Normal(model.narrow_std)
+        case "query_gain":
+            return Constant(model.width_rules.gain(Width.SCORES))
+        case "key_gain" | "conv_gain":
             return Constant(1.0)
         case "key_bias" | "value_bias" | "conv":
             # The layer begins as its gated values alone.
@@ -49,7 +52,7 @@ def _distribution(name: str, memory: EngramConfig, model: ModelConfig) -> Distri
 
 def _table_std(memory: EngramConfig, model: ModelConfig, sigma_s: float | None) -> float:
     """That of the embedding, whose rows they are, too."""
-    return model.linear_std
+    return model.narrow_std
 
 
 ENGRAM = Family(

@@ -21,6 +21,7 @@ from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.norm import rms_normalise
 from megamem.parameters import parameter_device
 from megamem.spans import resolve_placement
+from megamem.width_config import Width
 
 from .addresses import hashed_rows, window
 from .config import EngramConfig
@@ -44,11 +45,11 @@ class EngramLayer(MemoryLayer):
             self.epsilon if own is None else own
             for own in (memory.key_epsilon, memory.query_epsilon, memory.conv_epsilon)
         )
-        self.key_proj = self._matrix(hidden_size, memory.memory_width)
-        self.value_proj = self._matrix(hidden_size, memory.memory_width)
+        self.key_proj = self._matrix(hidden_size, memory.memory_width, Width.OUTPUTS)
+        self.value_proj = self._matrix(hidden_size, memory.memory_width, Width.OUTPUTS)
         self.key_bias = self._weight(hidden_size) if memory.projection_biases else None
         self.value_bias = self._weight(hidden_size) if memory.projection_biases else None
-        self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size)
+        self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size, width=Width.SCORES)
         if memory.conv_kernel:
             self.conv_gain, self.conv = self._weight(hidden_size), self._weight(hidden_size, memory.conv_kernel)
         sizes = torch.tensor(memory.sizes(self._number + 1)[-1], device=device)

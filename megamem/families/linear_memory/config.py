@@ -15,6 +15,8 @@ from megamem.sharing import SharingPlan, private_banks
 class LinearConfig(MemoryConfig):
     """One linear memory: every row of the table has a key, which each head compares with its query (MIDUS, Eq. 8-9)."""
 
+    follows_width: ClassVar[bool] = True
+    """Keys keep their width, values are vectors of the stream."""
     scoring: ClassVar[Scoring | None] = Scoring.ROWS
     """By a key for every row."""
 

@@ -47,15 +47,16 @@ def _distribution(name: str, memory: LinearConfig, model: ModelConfig) -> Distri
     """As those of product keys, which have two halves of a key where this has one."""
     match name:
         case "query_proj":
-            return symmetric(math.sqrt(6 / (model.hidden_size + memory.num_heads * memory.key_dim)))
+            bound = math.sqrt(6 / (model.base_hidden_size + memory.num_heads * memory.key_dim))
+            return symmetric(bound / math.sqrt(model.width_rules.ratio))
         case "keys":
             return symmetric(memory.key_dim**-0.5)
     raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 
 def _table_std(memory: LinearConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """1 / sqrt(V), as of product keys."""
-    return memory.value_dim**-0.5
+    """1 / sqrt(V), as of product keys whose values are not projected."""
+    return float(model.base_hidden_size**-0.5)
 
 
 LINEAR = Family(

@@ -14,6 +14,7 @@ from kernels.list_topk.naive import list_topk
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
+from megamem.width_config import Width
 
 
 class LinearLayer(MemoryLayer):
@@ -26,7 +27,7 @@ class LinearLayer(MemoryLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory = self.memory
-        self.query_proj = self._matrix(memory.num_heads * memory.key_dim, hidden_size)
+        self.query_proj = self._matrix(memory.num_heads * memory.key_dim, hidden_size, Width.INPUTS)
         self.keys = self._weight(memory.num_heads, memory.num_rows, memory.key_dim)
 
     def retrieve(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megamem.retrieval.config import ProductKeyConfig
 
@@ -11,6 +11,9 @@ from megamem.retrieval.config import ProductKeyConfig
 @dataclass(frozen=True)
 class MemoryPlusConfig(ProductKeyConfig):
     """One Memory+ layer."""
+
+    follows_width: ClassVar[bool] = True
+    """Keys and values keep their widths; queries and gates are made of the stream."""
 
     kind: Literal["memory_plus"] = "memory_plus"
     """memory_plus: product keys, silu-gated values."""

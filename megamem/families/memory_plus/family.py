@@ -49,7 +49,7 @@ def _distribution(name: str, memory: MemoryPlusConfig, model: ModelConfig) -> Di
         case "silu_gate":
             return Normal(model.hidden_size**-0.5)
         case "silu_gate_bias":
-            return symmetric(model.hidden_size**-0.5)
+            return symmetric(model.base_hidden_size**-0.5)
     return product_key_distribution(name, memory, model)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.layers.product_key import ProductKeyLayer
+from megamem.width_config import Width
 
 
 class MemoryPlusLayer(ProductKeyLayer):
@@ -16,7 +17,7 @@ class MemoryPlusLayer(ProductKeyLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         super()._build(hidden_size, seed)
-        self.silu_gate = self._matrix(self.memory.value_dim, hidden_size)
+        self.silu_gate = self._matrix(self.memory.value_dim, hidden_size, Width.INPUTS)
         self.silu_gate_bias = self._bias(self.memory.value_dim)
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:

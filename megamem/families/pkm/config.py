@@ -12,6 +12,8 @@ from megamem.retrieval.config import ProductKeyConfig
 class PkmConfig(ProductKeyConfig):
     """One PKM layer."""
 
+    follows_width: ClassVar[bool] = True
+    """As in a Memory+, whose values may also be vectors of the stream."""
     width_advice: ClassVar[str] = ", or value_projection to true"
     """Only PKM may have one."""
 

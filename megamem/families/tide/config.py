@@ -16,6 +16,8 @@ from megamem.token_tables.config import TokenTableConfig
 class TideConfig(TokenTableConfig):
     """TIDE: K tables of token embeddings, of which every layer adds a mixture beside its feed-forward."""
 
+    follows_width: ClassVar[bool] = True
+    """Rows are vectors of the stream, the router is made of it."""
     reads_once: ClassVar[bool] = True
     """All layers weigh the same rows."""
 

@@ -39,7 +39,7 @@ def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribu
 
 def _table_std(memory: TideConfig, model: ModelConfig, sigma_s: float | None) -> float:
     """That of the embedding. Rows are normalised, so it says only how far a step of the optimizer turns one."""
-    return model.linear_std
+    return model.narrow_std
 
 
 TIDE = Family(

@@ -14,6 +14,7 @@ from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.shared_read import SharedRead
 from megamem.token_tables.rows import rows_of_tokens
+from megamem.width_config import Width
 
 from .config import TideConfig
 
@@ -56,7 +57,7 @@ class TideLayer(MemoryLayer):
     memory: TideConfig
 
     def _build(self, hidden_size: int, seed: int) -> None:
-        self.router = self._weight(self.memory.num_tables + 1, hidden_size)
+        self.router = self._weight(self.memory.num_tables + 1, hidden_size, width=Width.INPUTS)
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.forward`."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.layers.tucker import TuckerLayer
+from megamem.width_config import Width
 
 
 class UltraMemV2Layer(TuckerLayer):
@@ -17,7 +18,7 @@ class UltraMemV2Layer(TuckerLayer):
     def _build(self, hidden_size: int, seed: int) -> None:
         super()._build(hidden_size, seed)
         width = self.memory.pre_value_dim
-        self.pre_value_proj = self._matrix(width, hidden_size) if width else None
+        self.pre_value_proj = self._matrix(width, hidden_size, Width.INPUTS) if width else None
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """The projected input, [T, P]."""
