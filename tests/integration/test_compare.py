@@ -246,3 +246,15 @@ def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, model
     again = compare(megamem, [memory], tmp_path, *options)
     assert "steps to go" not in again.output
     assert (tmp_path / "comparison.md").read_text() == page
+
+
+def test_models_race_to_a_loss(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
+    """Every loss is below the target, so both are there at their first evaluation, of a step of 256 tokens."""
+    folder = tmp_path / "runs"
+    result = compare(megamem, models, folder, "--seeds", 1, "--target-loss", 1000, "evaluation.every_steps=1")
+    assert "| memory | 1 of 1 | 0.000 |" in result.output
+    assert "- dense needs 0.0% more tokens (p = 1)" in (folder / "comparison.md").read_text()
+    assert "--target-loss 1000" in (folder / "comparison.md").read_text()
+    refused = megamem("compare", *models, "--run-dir", folder, "--target-loss", 5, "evaluation.every_steps=0", *SHORT)
+    assert refused.code == 2
+    assert "evaluation.every_steps is 0 for memory, which is then evaluated at its end alone" in refused.output

@@ -147,6 +147,43 @@ def test_optimizers_change_nothing_else_of_the_tuned_models() -> None:
     assert names == {"dense_muon", *(f"{name}_row_wise{more}" for name in memories for more in ("", "_muon"))}
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "strong").glob("*.yaml")), ids=lambda path: path.stem)
+def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None:
+    size = SIZES["small"]
+    config = load_config(path, [f"model.vocab_size={size.vocab_size}"])
+    validate(config, 1)
+    assert config.name == f"{path.stem}_strong"
+    dense = load_config(FOLDER / "dense.yaml", [f"model.vocab_size={size.vocab_size}"])
+    assert size.flops(config.model) == pytest.approx(size.flops(dense.model), rel=0.01)
+    assert count_parameters(config.model).active == pytest.approx(count_parameters(dense.model).active, rel=0.01)
+    assert (config.optimizer.matrices, config.optimizer.tables) == ("muon", "row_wise")
+    assert config.model.qk_norm
+    assert config.train == dense.train
+    # Those without a memory of their own have value embeddings.
+    assert config.model.memory_kinds == {"dense": "lave", "moe": "lave", "ultramemv2": "ultramem_v2"}.get(
+        path.stem, path.stem
+    )
+
+
+@pytest.mark.parametrize("model", ["dense", "ultramemv2"])
+def test_models_of_rising_widths_differ_in_nothing_else(model: str) -> None:
+    folder = FOLDER / "widths"
+    base = load_config(folder / f"{model}_032.yaml")
+    assert base.model.width_rules.ratio == 1
+    for factor in (2, 4, 8):
+        wide = load_config(folder / f"{model}_{32 * factor:03d}.yaml")
+        expected = replace(
+            base.model,
+            hidden_size=32 * factor,
+            num_attention_heads=factor,
+            num_query_groups=factor,
+            ffn_hidden_size=base.model.ffn_hidden_size * factor,
+        )
+        assert wide == replace(base, name=wide.name, model=expected)
+    plain, four = (load_config(folder / f"{model}_128{more}.yaml") for more in ("_plain", ""))
+    assert plain == replace(four, name=plain.name, model=replace(four.model, mup=None))
+
+
 def test_tables_of_rising_numbers_of_rows_cost_the_same() -> None:
     dense = SIZES["small"].load("dense").model
     rows = []
