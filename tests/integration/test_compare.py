@@ -62,6 +62,23 @@ def test_the_report_holds_what_the_runs_reached(compared: tuple[Path, Result]) -
     assert all(f">{name}</text>" in (folder / "comparison.svg").read_text() for name in ("memory", "dense"))
 
 
+def test_a_fit_reads_finished_runs_and_says_what_is_missing(
+    compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem
+) -> None:
+    folder, _ = compared
+    result = megamem("fit", folder)
+    assert result.code == 0, result.output
+    (evaluation,) = evaluations(folder / "memory" / "seed_1")
+    # Four layers' tables of 256 rows, of which a token reads 4 each.
+    (row,) = [line for line in result.output.splitlines() if line.startswith("| memory |")]
+    assert row.startswith("| memory | ultramem_v2 | ")
+    assert row.endswith(f" | 1024 | 16 | 1 | {evaluation['validation_loss']:.4f} |")
+    assert "- dense, no fit: compute: 3 more different amounts" in result.output
+    nothing = megamem("fit", tmp_path)
+    assert nothing.code == 2
+    assert "no finished run NAME/seed_N is there" in nothing.output
+
+
 def test_finished_runs_are_kept_and_interrupted_ones_resumed(
     compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem, models: list[Path]
 ) -> None:
