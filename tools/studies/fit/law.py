@@ -54,7 +54,7 @@ class Law:
 
 
 def lacking(amounts: Mapping[str, Sequence[float]]) -> dict[str, int]:
-    """How many more different amounts of each resource a fit needs, of those that lack some."""
+    """Different amounts that a fit needs beside those there are, of each resource that lacks some."""
     return {
         name: LEAST_AMOUNTS - len(set(values)) for name, values in amounts.items() if len(set(values)) < LEAST_AMOUNTS
     }
