@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exported_models import export_all, load, some_tokens
+from huggingface_models import BASE as HUGGINGFACE
 from keys_table import Subject
 from tiny_runs import PRIVATE, SHARED, build, joined, on, tiny_run
 from torch import Tensor
@@ -264,6 +267,16 @@ def test_layouts_train_alike(run_ranks: Any, name: str, matrices: str) -> None:
     (alone,) = run_ranks(lambda: main(config), 1)
     for history in run_ranks(lambda: main(on(config, **layout)), 4):
         assert history == [pytest.approx(step, rel=2e-6) for step in alone]
+
+
+@pytest.mark.usefixtures("remote_code_cache")
+def test_an_exported_model_is_the_trained_one(run_ranks: Any, tmp_path: Path) -> None:
+    """Factors are in gains, which a folder holds as any other weight."""
+    pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
+    model = replace(HUGGINGFACE, memory=UltraMemV2Config(num_keys=12, key_dim=8, value_dim=16, top_k=6), mup=MUP)
+    folder, expected = export_all(run_ranks, tmp_path, {"wide": model})("wide")
+    with torch.no_grad():
+        torch.testing.assert_close(load(folder)(some_tokens()).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_only_families_with_rules_have_it() -> None:
