@@ -398,11 +398,20 @@ class MemoryOptimizer(ChainedOptimizer):
 def sum_of_squares(gradient: Tensor) -> Tensor:
     """Sum of squares, [] fp64, of a contiguous gradient of any size.
 
-    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table.
+    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table. On a CPU all parts
+    are copied to one place. With a copy for each, and a small result behind it, the next copy would not fit where the last
+    one was, and the heap would grow by 8 bytes per element.
     """
-    largest = NORM_PART_ELEMENTS if gradient.is_cuda else min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU)
-    parts = gradient.view(-1).split(largest)
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    flat = gradient.view(-1)
+    if gradient.is_cuda:
+        parts = flat.split(NORM_PART_ELEMENTS)
+        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    parts = flat.split(min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU))
+    copy = torch.empty(len(parts[0]), dtype=torch.float64)
+    norms = torch.empty(len(parts), dtype=torch.float64)
+    for part, norm in zip(parts, norms, strict=True):
+        torch.linalg.vector_norm(copy[: len(part)].copy_(part), out=norm)
+    return norms.square_().sum()
 
 
 def _sum_in_any_order(squares: Sequence[Tensor]) -> Tensor:

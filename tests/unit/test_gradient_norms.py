@@ -22,6 +22,14 @@ def test_the_sum_is_that_of_fp64(numel: int, dtype: torch.dtype, monkeypatch: py
     assert found.item() == pytest.approx(math.fsum(value * value for value in gradient.double().tolist()), rel=1e-15)
 
 
+def test_parts_share_one_copy_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 1 << 10)
+    gradient = torch.ones(1 << 16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        sum_of_squares(gradient)
+    assert sum(event.self_cpu_memory_usage >= 8 << 10 for event in profiler.events()) == 1
+
+
 def test_no_more_than_a_part_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 1 << 12)
     gradient = torch.ones(1 << 16)
