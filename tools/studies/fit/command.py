@@ -21,7 +21,7 @@ from tools.studies.fit.law import Law, fit, lacking
 
 _EPILOG = """\
 examples:
-  megamem study compare configs/compare/widths/dense_{032,064,128,256}.yaml --nproc 1 --run-dir runs/sizes
+  megamem study compare configs/compare/widths/dense_*.yaml --nproc 1 --seeds 2 --run-dir runs/sizes
   megamem study fit runs/sizes
   megamem study fit runs/sizes runs/rows --hold-out dense_256,ultramemv2_256
 
