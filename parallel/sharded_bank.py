@@ -42,8 +42,9 @@ def make_bank(
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's part of it.
 
     In `groups`, `ep` is the memory group, and `expt_dp` the ranks that hold the same part. With `fetch_rows` rows
-    come from elsewhere when they are read, and `home` has the tables where the device does not. See `Bank`.
+    come from elsewhere when they are read, and `home` has tables whose rows are known before they are read. See `Bank`.
     """
+    home = home if memory.rows_are_known else None
     assert (fetch_rows is None and home is None) or row_parts == 1
     columns = Columns(groups.ep.rank(), groups.ep.size())
     fetched = None if fetch_rows is None else fetch_rows(spec, columns, dtype, device)

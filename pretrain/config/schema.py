@@ -253,9 +253,10 @@ class OptimizerConfig(Config):
             "optimizer.tables is row_wise and table_gradients is rows",
         ),
     ] = None
-    """Folder of a disk of the rank's own machine, or /dev/shm for its memory, in which the tables lie with their state,
-    of families whose rows tokens alone choose: a thread fetches the rows of a step during the one before, and writes them
-    back. Files have no name and are gone when the run ends, however it does. null: on the device. See docs/engram.md."""
+    """Folder of a disk of the rank's own machine, or /dev/shm for its memory, in which the tables lie with their state, of
+    families whose rows tokens alone choose: a thread fetches the rows of a step during the one before, and writes them
+    back. Tables of a second family with learned keys stay on the device. Files have no name and are gone when the run
+    ends, however it does. null: all on the device. See docs/engram.md."""
     value_offload: Annotated[
         Literal["none", "cpu"], EffectiveWhen(lambda c: c.tables == "adamw", "optimizer.tables is adamw")
     ] = "none"

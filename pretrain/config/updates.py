@@ -106,7 +106,7 @@ def held_table_gradient_bytes(settings: OptimizerConfig) -> int:
 
 
 def keeps_files(settings: OptimizerConfig) -> bool:
-    """True if tables lie in files, and a step's rows of them are on the device."""
+    """True if tables whose rows are known before a step lie in files, and a step's rows of them are on the device."""
     return keeps_rows(settings) and settings.table_folder is not None
 
 

@@ -180,20 +180,17 @@ def _health(config: RunConfig) -> Iterator[str]:
 
 
 def _table_folder(config: RunConfig) -> Iterator[str]:
-    """Tables that can lie in files: those whose rows are known before a step, saved where they are."""
+    """Refuse files that no table would lie in, as rows have to be known before a step, and copies of whole tables."""
     folder = config.optimizer.table_folder
     if folder is None or config.model.memory is None:
         return
     key, fix = f"optimizer.table_folder is {folder!r}", "leave optimizer.table_folder out"
     if not folder:
         yield f"optimizer.table_folder is empty: name a folder, or {fix}"
-    for section, memory in config.model.families.items():
-        if not memory.rows_are_known:
-            kinds = ", ".join(name for name, family in FAMILIES.items() if family.config.rows_are_known)
-            yield (
-                f"{key}, and {section}.kind is {memory.kind}, whose rows are not known before they are read, as those of "
-                f"{kinds} are: {fix}"
-            )
+    if not any(memory.rows_are_known for memory in config.model.memories):
+        kinds = ", ".join(name for name, family in FAMILIES.items() if family.config.rows_are_known)
+        sections = " and ".join(f"{name}.kind is {memory.kind}" for name, memory in config.model.families.items())
+        yield f"{key}, and {sections}, whose rows are not known before they are read, as those of {kinds} are: {fix}"
     if config.checkpoint.asynchronous:
         yield (
             f"{key}, and checkpoint.asynchronous is true, which copies whole tables in memory: set "
@@ -212,7 +209,7 @@ def _control(config: RunConfig) -> Iterator[str]:
                 f"{key}, and train.micro_batch_size is 1, so that no other sequence asks for rows: set "
                 f"train.micro_batch_size to 2 or more, or {fix}"
             )
-        if config.optimizer.table_folder is not None:
+        if config.optimizer.table_folder is not None and memory.rows_are_known:
             yield f"{key}, and optimizer.table_folder has the rows alone that tokens ask for: leave it out, or {fix}"
 
 

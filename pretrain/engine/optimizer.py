@@ -301,7 +301,7 @@ class MemoryOptimizer(ChainedOptimizer):
         """Chain the optimizers.
 
         Args:
-            optimizers: dense first, tables with gradients of rows last.
+            optimizers: dense first, tables with gradients of rows last, of these the ones in files last.
             value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
                 None: one norm for all.
             roundings: of the gradients of tables on this rank that are in bf16.
@@ -444,23 +444,28 @@ def build_optimizer(
     if (config.model.memory is not None and not by_row) or config.model.moe is not None:
         optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, split))
     if by_row:
-        param_groups: list[dict[str, Any]] = [
-            # The schedule sets rates and decays.
-            {
-                "params": assigned[name],
-                "name": name,
-                "rule": ROW_WISE.name,
-                "lr": config.optimizer.lr,
-                "weight_decay": 0.0,
-            }
-            for name in TABLE_GROUPS
-        ]
         stored, of_tables = stored_tables_of(unwrap(chunk) for chunk in chunks), _of_tables(config, chunks, groups)
-        make_rule = (
-            partial(ReadRows, **of_tables) if stored is None else partial(StoredRows, stored=stored, **of_tables)
-        )
+        rules: dict[bool, MakeRule] = {}
+        if stored is None or not all(memory.rows_are_known for memory in config.model.memories):
+            rules[False] = partial(ReadRows, **of_tables)
+        if stored is not None:
+            rules[True] = partial(StoredRows, stored=stored, **of_tables)
         is_counted = groups.megatron.expt_dp.rank() == 0
-        optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule, is_counted=is_counted))
+        for in_files, make_rule in rules.items():
+            param_groups: list[dict[str, Any]] = [
+                # The schedule sets rates and decays.
+                {
+                    "params": [
+                        table for table in assigned[name] if (stored is not None and table in stored) == in_files
+                    ],
+                    "name": name,
+                    "rule": ROW_WISE.name,
+                    "lr": config.optimizer.lr,
+                    "weight_decay": 0.0,
+                }
+                for name in TABLE_GROUPS
+            ]
+            optimizers.append(ReadTables(dense.config, chunks, param_groups, make_rule, is_counted=is_counted))
     return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad, _roundings(config, chunks, groups))
 
 

@@ -165,6 +165,10 @@ class StoredTables:
         self._tables[table.parameter] = table
         return table
 
+    def __contains__(self, table: nn.Parameter) -> bool:
+        """Tell whether this table lies in a file."""
+        return table in self._tables
+
     def of(self, table: nn.Parameter) -> StoredTable:
         """The table that is this parameter."""
         return self._tables[table]

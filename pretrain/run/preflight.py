@@ -16,14 +16,15 @@ from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import stage_of_step, stands_at
-from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes, keeps_files
+from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
 from pretrain.data.manifest import PreparedDataset
 from pretrain.errors import ConfigError, UserError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
+from pretrain.planning.costs.read_rows import lies_in_files
+from pretrain.planning.costs.state import dense_state, elements_of_tables, saved_by_matrices, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable
 from pretrain.run.trained_data import check_trained_data
@@ -155,10 +156,11 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
     weight_and_gradient = config.train.element_bytes + GRADIENT_BYTES
     needed = backbone * (replicas * weight_and_gradient + dense_state(config))
     needed -= saved_by_matrices(config)
-    if not keeps_files(config.optimizer):
-        needed += counts.tables * (
-            config.train.element_bytes + held_table_gradient_bytes(config.optimizer) + table_state(config)
-        )
+    for memory, elements in elements_of_tables(model):
+        if not lies_in_files(config, memory):
+            needed += elements * (
+                config.train.element_bytes + held_table_gradient_bytes(config.optimizer) + table_state(config, memory)
+            )
     available = machine_memory_bytes()
     if needed > available:
         raise ConfigError(

@@ -21,8 +21,10 @@ from test_layouts import shards
 from test_read_rows import MODELS, Trained, config_of, differences
 from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
 
+from megamem.config import ModelConfig
 from megamem.documents import document_positions
 from megamem.families.engram.config import EngramConfig
+from megamem.spans import PlacementConfig
 from parallel.groups import ParallelGroups
 from parallel.rank_errors import RankError
 from pretrain.checkpoint.write_plan import plan_writes
@@ -34,7 +36,7 @@ from pretrain.errors import ConfigError
 
 NUM_STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple")),
+    "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple", "two families")),
     "one rank, two microbatches, recomputed": (
         1,
         {"micro_batch_size": 2, "recompute": "full"},
@@ -48,8 +50,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor 2 x context 2 x memory 4": (
         4,
         {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
-        ("engram, ple",),
+        ("engram, ple", "two families"),
     ),
+    # One stage has n-grams, which lie in files, and the other learned keys.
+    "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),
 }
 
 
@@ -85,8 +89,21 @@ def on_samples(config: RunConfig, groups: ParallelGroups) -> TinyRun:
 
 def config_for(kind: str, precision: Literal["fp32", "bf16"]) -> RunConfig:
     kind, _, documents = kind.partition(", documents ")
+    if kind == "two families, by stage":
+        return config_of(by_stage(MODELS["two families"]), "rows", precision)
     config = config_of(MODELS[kind], "rows", precision)
     return replace(config, data=replace(config.data, documents="separate")) if documents else config
+
+
+def by_stage(model: ModelConfig) -> ModelConfig:
+    """The model with its second family in the first two of four blocks, and the first one in the others."""
+    assert model.memory is not None
+    assert model.second_memory is not None
+    first, second = (
+        replace(memory, placement=PlacementConfig(blocks=blocks))
+        for memory, blocks in ((model.memory, (2, 3)), (model.second_memory, (0, 1)))
+    )
+    return replace(model, memory=first, second_memory=second)
 
 
 def in_files(config: RunConfig, folder: Path) -> RunConfig:

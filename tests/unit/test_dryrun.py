@@ -25,6 +25,7 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.held import held_bytes
 from pretrain.planning.costs.launches import (
     LAUNCHES_DENSE,
     LAUNCHES_EXPERT,
@@ -194,6 +195,15 @@ IN_FILES = replace(
         tables="row_wise", table_gradients="rows", value_weight_decay=0.0, table_folder="/nowhere"
     ),
 )
+# Those of n-grams alone, of two families.
+PARTLY_IN_FILES = replace(
+    IN_FILES,
+    model=replace(
+        IN_FILES.model,
+        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(blocks=(1, 3))),
+        second_memory=replace(IN_FILES.model.memory, placement=PlacementConfig(blocks=(0, 2))),
+    ),
+)
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
 AHEAD = replace(
     DENSE,
@@ -355,22 +365,28 @@ def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: i
     assert {each.name for each in bad} <= {"table gradients", "activations"}, bad
 
 
-def test_tables_in_files_take_what_plans_count_and_little_less() -> None:
+@pytest.mark.parametrize("config", [IN_FILES, PARTLY_IN_FILES], ids=["one family", "one of two families"])
+def test_tables_in_files_take_what_plans_count_and_little_less(config: RunConfig) -> None:
     """Files, and rows of two steps beside the largest moment of a step; ids are exchanged once per step."""
     from tools.maintenance.agreement import figures
 
-    stages, sent = stage_bytes(IN_FILES, WORLD), stages_sent(IN_FILES, WORLD)
-    for report in launch_within(lambda: of_all_stages(IN_FILES, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[
-        0
-    ]:
+    stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
+    for report in launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]:
         stage = stages[report.stage]
         assert report.held.files == stage.files > 0
-        assert MemoryPart.TABLES not in report.held.by_part
+        assert (MemoryPart.TABLES in report.held.by_part) == (config is PARTLY_IN_FILES)
         counted = report.peak_of_step.total
         assert counted * 0.98 <= stage.total <= 1.3 * counted
         bad = [each for each in figures(report, stage, sent[report.stage]) if not each.agrees]
         assert {each.name for each in bad} <= {"table gradients", "activations"}
-        assert ids_ahead_bytes(IN_FILES) == 31 * 2 * 512 * 8
+        assert ids_ahead_bytes(config) == 31 * 2 * 512 * 8
+    # What files have is what the device has without them.
+    resident = replace(config, optimizer=replace(config.optimizer, table_folder=None))
+    for stage, on_device in zip(stages, stage_bytes(resident, WORLD), strict=True):
+        assert on_device.held - stage.held == pytest.approx(stage.files)
+    held = held_bytes(config, WORLD)
+    assert held_bytes(resident, WORLD).total - held.total == pytest.approx(held.files)
+    assert sum(stage.files for stage in stages) / len(stages) == pytest.approx(held.files)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

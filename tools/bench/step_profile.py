@@ -194,7 +194,8 @@ class _Hooks:
                 self._part(buffer, "scale_gradients", Part.TABLE_REDUCTION)
             for bucket_group in chunk.expert_parallel_bucket_groups:
                 self._part(bucket_group, "finish_grad_sync", Part.TABLE_REDUCTION)
-        self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", Part.TABLE_STEP)
+        for of_tables in optimizer.chained_optimizers[1:]:
+            self._part(of_tables, "step_with_ready_grads", Part.TABLE_STEP)
 
     def add_exchange(self) -> None:
         """Mark what ranks that share tables send each other."""

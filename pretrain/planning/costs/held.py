@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.read_rows import has_files, has_read_rows
+from pretrain.planning.costs.read_rows import has_read_rows, lies_in_files
 from pretrain.planning.costs.stages import stages_of
-from pretrain.planning.costs.state import dense_state, saved_by_matrices, table_state
+from pretrain.planning.costs.state import dense_state, elements_of_tables, saved_by_matrices, table_state
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ def copied_elements(model: ModelConfig) -> int:
     return sum(bank.num_rows for bank in model.memory_plan.banks if bank.on_every_stage) * model.memory.row_width
 
 
+def _stepped_elements(config: RunConfig, memory: MemoryConfig, elements: int) -> float:
+    """Trained ones of the elements of a family's tables."""
+    if config.optimizer.trained_layers is None:
+        return elements
+    return sum(stage.trained_elements(memory) for stage in stages_of(config))
+
+
 def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     """Bytes that a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
 
@@ -65,17 +73,19 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     of_tables = held_table_gradient_bytes(config.optimizer)
     less = (GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
     state = stepped * dense_state(config) - saved_by_matrices(config)
-    # Replicas of tables whose gradients are rows have all of the state.
     of_table_state = stepped_tables * table_state(config)
+    files = 0.0
+    for memory, elements in elements_of_tables(config.model):
+        if lies_in_files(config, memory):
+            # State is beside every row, whether or not it is trained.
+            own_tables = elements / layout.memory / layout.pipeline
+            per_rank -= own_tables
+            files += own_tables * (train.element_bytes + table_state(config, memory))
+            of_table_state -= _stepped_elements(config, memory, elements) * table_state(config, memory)
+    # Replicas of tables whose gradients are rows have all of the state.
     if has_read_rows(config):
         of_table_state *= num_ranks / layout.pipeline / layout.memory
-    files = 0.0
-    if has_files(config):
-        # One replica of a part, and state beside every row, whether or not it is trained.
-        own_tables = counts.tables / layout.memory / layout.pipeline
-        per_rank -= own_tables
-        files = own_tables * (train.element_bytes + table_state(config))
-    elif config.optimizer.value_offload == "none":
+    if config.optimizer.value_offload == "none":
         state += of_table_state
     device = per_rank * train.element_bytes + with_gradients * GRADIENT_BYTES - less
     return HeldBytes(device, state / num_ranks, files)

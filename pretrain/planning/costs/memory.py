@@ -27,7 +27,14 @@ from pretrain.planning.costs.branch import kept_around_branch
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_files, has_read_rows, kept_bytes
+from pretrain.planning.costs.read_rows import (
+    adding_bytes,
+    fetched_bytes,
+    has_files,
+    has_read_rows,
+    kept_bytes,
+    lies_in_files,
+)
 from pretrain.planning.costs.stages import Blocks, Division, FamilyInStage, Stage, stages_of
 from pretrain.planning.costs.state import (
     dense_state,
@@ -180,11 +187,12 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
     of_experts = num_elements(matrices.experts) / layout.memory
     saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
     on_device = stage.trained.experts * dense_state(config) / division.table_replicas
-    if has_files(config):
-        tables -= stage.table_elements / layout.memory
-    elif config.optimizer.value_offload == "none":
-        owners = 1 if has_read_rows(config) else division.table_replicas
-        on_device += stage.trained.table_elements * table_state(config) / owners
+    owners = 1 if has_read_rows(config) else division.table_replicas
+    for family in stage.families:
+        if lies_in_files(config, family.memory):
+            tables -= family.table_elements / layout.memory
+        elif config.optimizer.value_offload == "none":
+            on_device += stage.trained_elements(family.memory) * table_state(config, family.memory) / owners
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
@@ -205,9 +213,13 @@ def _table_gradients(config: RunConfig, stage: Stage, division: Division, traine
 
 
 def _in_files(config: RunConfig, stage: Stage) -> float:
-    if not has_files(config):
-        return 0.0
-    return stage.table_elements * (config.train.element_bytes + table_state(config)) / config.parallel.memory
+    return sum(
+        family.table_elements
+        * (config.train.element_bytes + table_state(config, family.memory))
+        / config.parallel.memory
+        for family in stage.families
+        if lies_in_files(config, family.memory)
+    )
 
 
 def _host(config: RunConfig, stage: Stage, division: Division, *, on_gpu: bool) -> float:

@@ -34,17 +34,23 @@ def has_read_rows(config: RunConfig) -> bool:
     return config.model.memory is not None and keeps_rows(config.optimizer)
 
 
+def lies_in_files(config: RunConfig, memory: MemoryConfig) -> bool:
+    """True if a family's tables lie in files (`optimizer.table_folder`)."""
+    return keeps_files(config.optimizer) and memory.rows_are_known
+
+
 def has_files(config: RunConfig) -> bool:
-    """True if tables lie in files (`optimizer.table_folder`)."""
-    return config.model.memory is not None and keeps_files(config.optimizer)
+    """True if any tables do."""
+    return any(lies_in_files(config, memory) for memory in config.model.memories)
 
 
 def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
-    if not has_files(config):
-        return 0.0
-    elements = read_elements(config, stage, division)
-    return 2 * (elements * config.train.element_bytes + most_rows(config, stage, division) * _PER_FETCHED_ROW)
+    return 2 * sum(
+        rows * (memory.row_width / config.parallel.memory_columns * config.train.element_bytes + _PER_FETCHED_ROW)
+        for memory, rows in most_rows_of_families(config, stage, division)
+        if lies_in_files(config, memory)
+    )
 
 
 def ids_ahead_bytes(config: RunConfig) -> float:

@@ -73,6 +73,7 @@ class FamilyInStage:
         memory: their config.
         costs: of them together, without their tables.
         layers: their number.
+        table_elements: of the tables that they read.
         lookups: rows of the bank that each of them reads, or each chunk, if its layers read together.
         backward_lookups: of these, the ones that have a backward pass.
     """
@@ -80,6 +81,7 @@ class FamilyInStage:
     memory: MemoryConfig
     costs: LayerCosts
     layers: int
+    table_elements: int
     lookups: tuple[int, ...]
     backward_lookups: tuple[int, ...]
 
@@ -157,6 +159,10 @@ class Stage:
     def memory(self) -> LayerCosts:
         """Costs of its memory layers without their tables."""
         return sum((family.costs for family in self.families), LayerCosts())
+
+    def trained_elements(self, memory: MemoryConfig) -> int:
+        """Trained ones of the elements of a family's tables."""
+        return sum(bank.elements for bank in self.trained_banks if bank.memory.kind == memory.kind)
 
     @property
     def num_lookups(self) -> int:
@@ -249,6 +255,7 @@ def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemo
         own[0].memory if own else memory,
         sum((_costs(part.model, layer) for layer in own), LayerCosts()),
         len(own),
+        sum(_elements(part.model, part.model.memory_plan.banks[bank]) for bank in {layer.view.bank for layer in own}),
         tuple(layer.view.num_bank_rows for layer in own),
         tuple(layer.view.num_bank_rows for layer in own if layer.span.read >= part.first_block),
     )

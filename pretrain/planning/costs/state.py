@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
 from pretrain.planning.costs.matrices import num_elements
@@ -24,12 +25,15 @@ def saved_by_matrices(config: RunConfig) -> float:
     return matrix_saving(config) * sum(num_elements(stage.trained.matrices.all) for stage in stages_of(config))
 
 
-def table_state(config: RunConfig) -> float:
+def table_state(config: RunConfig, memory: MemoryConfig | None = None) -> float:
     """The same per element of tables, as each rank has it for its share.
 
     All ranks with columns of a row have the numbers that are kept per row.
+
+    Args:
+        memory: of a family's tables; None: the mean over all.
     """
-    return _table_state(config, config.train.element_bytes, copies=config.parallel.memory_columns)
+    return _table_state(config, config.train.element_bytes, copies=config.parallel.memory_columns, memory=memory)
 
 
 def stored_dense(config: RunConfig) -> float:
@@ -47,18 +51,27 @@ def stored_table(config: RunConfig) -> float:
     return main + _table_state(config, MAIN_WEIGHT_BYTES, copies=1) + _copy_bytes(config)
 
 
-def _table_state(config: RunConfig, weight_bytes: int, *, copies: int) -> float:
+def elements_of_tables(model: ModelConfig) -> list[tuple[MemoryConfig, int]]:
+    """Elements of the tables of each family."""
+    banks = [(model.family_of_bank(bank.index).kind, bank.num_rows) for bank in model.memory_plan.banks]
+    return [
+        (memory, sum(num_rows for kind, num_rows in banks if kind == memory.kind) * memory.row_width)
+        for memory in model.memories
+    ]
+
+
+def _table_state(config: RunConfig, weight_bytes: int, *, copies: int, memory: MemoryConfig | None = None) -> float:
     update = table_update(config.optimizer)
-    return update.element_bytes(weight_bytes) + copies * update.row_bytes * _rows_per_element(config.model)
+    return update.element_bytes(weight_bytes) + copies * update.row_bytes * _rows_per_element(config.model, memory)
 
 
-def _rows_per_element(model: ModelConfig) -> float:
-    """Rows of all tables over their elements; of two families' tables the mean over the model."""
-    if len(model.memories) < 2:
-        return sum(len(memory.tables) / memory.row_width for memory in model.memories)
-    banks = [(bank.num_rows, model.family_of_bank(bank.index)) for bank in model.memory_plan.banks]
-    rows = sum(num_rows * len(memory.tables) for num_rows, memory in banks)
-    return rows / sum(num_rows * memory.row_width for num_rows, memory in banks)
+def _rows_per_element(model: ModelConfig, memory: MemoryConfig | None) -> float:
+    """Rows of all tables over their elements, of a family; None: of two families' tables the mean over the model."""
+    if memory is not None or len(model.memories) < 2:
+        return sum(len(each.tables) / each.row_width for each in (model.memories if memory is None else (memory,)))
+    elements = elements_of_tables(model)
+    rows = sum(num / each.row_width * len(each.tables) for each, num in elements)
+    return rows / sum(num for _, num in elements)
 
 
 def _copy_bytes(config: RunConfig) -> int:

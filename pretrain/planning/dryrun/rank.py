@@ -30,10 +30,9 @@ from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
-from pretrain.engine.read_rows import ReadTables
 from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.step import Batch, train_step
-from pretrain.engine.stored_tables import stored_tables_of
+from pretrain.engine.stored_tables import StoredTable, stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
 from pretrain.planning.dryrun import commands
@@ -292,10 +291,13 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
             recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
             recorder.assign([b.grad_data for b in buffers], gradients)
         # Weights that are not trained are in no buffer, nor tables whose gradients are the rows that were read.
-        tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
+        banks = unwrap(chunk).own_banks
+        tables = {parameter for bank in banks for parameter in bank.parameters()}
+        in_files = {
+            parameter for bank in banks if isinstance(bank.fetched, StoredTable) for parameter in bank.parameters()
+        }
         still = [p for p in chunk.parameters() if not p.requires_grad or row_gradient_of(p) is not None]
-        if stored_tables_of([unwrap(chunk)]) is None:
-            recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
+        recorder.assign([p for p in still if p in tables - in_files], MemoryPart.TABLES)
         recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
     dense, *split = optimizer.chained_optimizers
     for part, of_domain in (
@@ -307,8 +309,7 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         # In fp32 the main weights are the model's own.
         own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
         state = [t for t in of_domain.device_state() if t.untyped_storage()._cdata not in own]
-        if not isinstance(of_domain, ReadTables) or stored_tables_of(unwrap(chunk) for chunk in chunks) is None:
-            recorder.assign(state, part)
+        recorder.assign(state, part)
 
 
 def _batch(config: RunConfig) -> Batch:

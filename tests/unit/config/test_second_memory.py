@@ -118,8 +118,13 @@ def test_layouts_are_held_against_both() -> None:
     in_files = OptimizerConfig(
         tables="row_wise", table_gradients="rows", value_weight_decay=0.0, table_folder="somewhere"
     )
-    with pytest.raises(ConfigError, match=r"model\.memory\.kind is ultramem_v2, whose rows are not known"):
-        validate(replace(run, optimizer=in_files), 1)
+    # Rows of one family are known before a step: its tables lie in files, and those of the other do not.
+    validate(replace(run, optimizer=in_files), 1)
+    keys = UltraMemConfig(num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(blocks=(0,)))
+    learned = replace(run, optimizer=in_files, model=replace(run.model, second_memory=keys))
+    words = r"model\.memory\.kind is ultramem_v2 and model\.second_memory\.kind is ultramem, whose rows are not known"
+    with pytest.raises(ConfigError, match=words):
+        validate(learned, 1)
 
 
 def test_skips_cross_blocks_of_the_other_family() -> None:
