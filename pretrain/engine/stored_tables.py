@@ -91,13 +91,18 @@ class StoredTable:
     Attributes:
         parameter: the whole table, in the file.
         bank: its index.
-        state: [R] each, beside the rows.
+        records: of the file.
         staged: the rows of the step that runs; None: none does.
     """
 
-    def __init__(self, parameter: nn.Parameter, bank: int, state: Sequence[Tensor], owner: StoredTables) -> None:
-        self.parameter, self.bank, self.state, self.owner = parameter, bank, state, owner
+    def __init__(self, parameter: nn.Parameter, bank: int, records: Records, owner: StoredTables) -> None:
+        self.parameter, self.bank, self.records, self.owner = parameter, bank, records, owner
         self.staged: Staged | None = None
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """[R] each, beside the rows."""
+        return self.records.state
 
     def announce(self, token_ids: Tensor) -> None:
         """Nothing: a step's rows are here before it begins."""
@@ -135,7 +140,7 @@ class _Room:
 
     def reader(self, table: nn.Parameter, bank: int) -> StoredTable:
         """See `megamem.bank.TableRoom`."""
-        return self.owner.add(StoredTable(table, bank, self.records.state, self.owner))
+        return self.owner.add(StoredTable(table, bank, self.records, self.owner))
 
 
 class StoredTables:
@@ -304,12 +309,12 @@ class StoredTables:
 
     @torch.no_grad()
     def _fetch(self, table: StoredTable, rows: Tensor, beside: Staged | None) -> Staged:
-        self._files.expect_rows()
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 rows = rows.cpu()
         # A table is never without rows: kernels are asked for those of no token, too.
         rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
+        self._files.bring(table.records, rows)
         held = [self._to_device(tensor.index_select(0, rows)) for tensor in (table.parameter.detach(), *table.state)]
         staged = Staged(rows, self._to_device(rows), held[0], held[1:], before=beside)
         if beside is not None:

@@ -10,15 +10,22 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.errors import ConfigError
 
 _STATE = torch.float32
+_READERS = 32
+"""Threads that wait for the disk at once, which answers so many requests in the time of a few."""
+_ROWS_OF_A_READER = 64
+"""Fewer are not worth a thread."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +35,18 @@ class Records:
     Attributes:
         weights: [R, W]; rows are a record apart.
         state: [R] fp32 each, likewise.
+        in_bytes: [R b], all of the file.
     """
 
     weights: Tensor
     state: tuple[Tensor, ...]
+    in_bytes: NDArray[np.uint8]
+
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """Look at a byte of every page of rows' records, in which the system then has them; other threads go on meanwhile."""
+        size = len(self.in_bytes) // len(self.weights)
+        for place in (*range(0, size - 1, mmap.PAGESIZE), size - 1):
+            self.in_bytes.take(rows * size + place)
 
 
 class TableFiles:
@@ -44,6 +59,7 @@ class TableFiles:
         """
         self._folder, self._mapped = folder, list[mmap.mmap]()
         self._are_whole_wanted = True
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="readers")
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +79,8 @@ class TableFiles:
         mapped = self._mapped_bytes(num_rows * record)
         weights = torch.frombuffer(mapped, dtype=dtype).view(num_rows, -1)[:, :width]
         numbers = torch.frombuffer(mapped, dtype=_STATE).view(num_rows, -1)[:, state_start // _STATE.itemsize :]
-        return Records(weights, tuple(numbers[:, place] for place in range(num_state)))
+        state = tuple(numbers[:, place] for place in range(num_state))
+        return Records(weights, state, np.frombuffer(mapped, dtype=np.uint8))
 
     def _mapped_bytes(self, num_bytes: int) -> mmap.mmap:
         try:
@@ -80,8 +97,16 @@ class TableFiles:
         self._mapped.append(mapped)
         return mapped
 
-    def expect_rows(self) -> None:
-        """Have the system read single rows: what lies beside one is not wanted."""
+    def bring(self, records: Records, rows: Tensor) -> None:
+        """Bring rows [n] of a table into memory, many at a time: one look after the other would wait for the disk each time.
+        What lies beside a row is not wanted."""
+        self._expect_rows()
+        num_parts = min(_READERS, -(-rows.numel() // _ROWS_OF_A_READER))
+        if num_parts > 1:
+            # Errors of threads are raised here.
+            list(self._readers.map(records.touch, np.array_split(rows.numpy(), num_parts)))
+
+    def _expect_rows(self) -> None:
         if self._are_whole_wanted:
             self._are_whole_wanted = False
             # What was mapped stays in the system's cache, as far as that has room.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pretrain.engine.table_files import Records, TableFiles
@@ -17,4 +18,5 @@ class NoFiles(TableFiles):
 
     def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> Records:
         """See `TableFiles.records`."""
-        return Records(torch.zeros(num_rows, width, dtype=dtype), tuple(torch.zeros(num_state, num_rows)))
+        state = tuple(torch.zeros(num_state, num_rows))
+        return Records(torch.zeros(num_rows, width, dtype=dtype), state, np.empty(0, dtype=np.uint8))
