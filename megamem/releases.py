@@ -47,3 +47,45 @@ class ReleasedNames:
     tables_in: Literal["layer", "model"] = "layer"
     convert: Callable[[str, Tensor, MemoryConfig], Tensor] = _as_it_is
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
+
+
+def _nothing() -> Mapping[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class ReleasedPart:
+    """A parameter or buffer of a memory layer in a module of a public code.
+
+    Attributes:
+        name: in the module.
+        shape: of ours.
+        there: of theirs; None: the same.
+        less: how much less each element is there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    there: tuple[int, ...] | None = None
+    less: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReleasedModule:
+    """A memory layer with a bank of its own as a module of a public code, whose models are others around it.
+
+    Attributes:
+        names: of the module, as models call it; the first one is written, below `model`.
+        table: of the rows, `<table>.weight`, or `<table>.shard_<number>.weight` for parts of them in order.
+        table_rows: rows of the table there, the first ones of ours.
+        parts: by our name.
+        stated: integers that the code keeps, and that follow from the configuration here, by the name in the module.
+        implied: makes buffers of ours, by our name, that the code has in no checkpoint, and raises ValueError where it cannot.
+    """
+
+    names: tuple[str, ...]
+    table: str
+    table_rows: int
+    parts: Mapping[str, ReleasedPart]
+    stated: Mapping[str, tuple[int, ...]]
+    implied: Callable[[], Mapping[str, Tensor]] = _nothing

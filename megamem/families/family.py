@@ -11,7 +11,8 @@ from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
-from megamem.releases import ReleasedNames
+from megamem.placed import PlacedMemory
+from megamem.releases import ReleasedModule, ReleasedNames
 from megamem.sharing import LayerView
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Family(Generic[C]):
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
             calibrated, or None where they calibrate nothing.
         released: the layer's names in public codes, by the code's name.
+        released_module: a layer as a module of a public code, in a model of this hidden size; it raises ValueError where the
+            code has no such layers. None: there is none.
         shared_read_path: as `layer_path`, of what the layers of a chunk read together, if they do.
         shared_parameters: of that, in a model of this hidden size, besides the table.
         shared_kept_wide: fp32 elements per token that backward of that needs, besides its sums of rows.
@@ -50,6 +53,7 @@ class Family(Generic[C]):
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
+    released_module: Callable[[PlacedMemory, int], ReleasedModule] | None = None
     shared_read_path: str | None = None
     shared_parameters: Callable[[C, int], int] = _none_shared
     shared_kept_wide: Callable[[C, int], int] = _none_shared

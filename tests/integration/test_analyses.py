@@ -237,6 +237,25 @@ def test_families_of_one_model_are_analysed_apart(megamem: Megamem, runs: dict[s
     assert all(("top1_score" in of_blocks[block]) == (block == "1") for of_blocks in observed for block in of_blocks)
 
 
+def test_ngrams_go_out_as_modules_and_come_in(megamem: Megamem, runs: dict[str, Path], tmp_path: Path) -> None:
+    """In the names of the public code, without rows that pad a table."""
+    run, modules, back = runs["engram"], tmp_path / "modules", tmp_path / "back"
+    assert megamem("checkpoint", "convert", run, modules, "--format", "released").code == 0
+    written = torch.load(modules / "model.pt", weights_only=True)
+    assert {name.split(".")[2] for name in written} == {"0", "2"}
+    config = tmp_path / "unpadded.yaml"
+    changes = {"vocab_size": 257, "memory": {"rows_multiple": 1}}
+    config.write_text(yaml.safe_dump({"base": str(run / "config.yaml"), "model": changes}))
+    result = megamem("checkpoint", "convert", modules, back, "--config", config)
+    assert result.code == 0, result.output
+    for name in ("multipliers", "key_gain", "conv"):
+        name = f"decoder.layers.2.entry.memory.{name}"
+        assert torch.equal(weights_of(back, name), weights_of(run, name))
+    table = weights_of(back, "banks.1.values")
+    assert torch.equal(table, weights_of(run, "banks.1.values")[: len(table)])
+    assert len(table) == len(written["model.engram_layers.2.multi_head_embedding.embedding.weight"])
+
+
 def test_what_cannot_be_analysed_is_told(
     megamem: Megamem, runs: dict[str, Path], saved_run: Path, tmp_path: Path
 ) -> None:

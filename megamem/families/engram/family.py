@@ -10,6 +10,7 @@ from megamem.sharing import LayerView
 from megamem.width_config import Width
 
 from .config import EngramConfig
+from .released import released_module
 
 
 def _costs(memory: EngramConfig, view: LayerView, width: int) -> LayerCosts:
@@ -61,4 +62,5 @@ ENGRAM = Family(
     costs=_costs,
     distribution=_distribution,
     table_std=_table_std,
+    released_module=released_module,
 )

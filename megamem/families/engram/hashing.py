@@ -16,6 +16,14 @@ _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Miller-Rabin with these bases is exact below 3.3e24."""
 
 
+def multipliers_of(rules: str, num: int, num_ids: int, seed: int, layer_index: int, block: int) -> tuple[int, ...]:
+    """Odd multipliers of a layer, by the rules of `EngramConfig`: the layer's number among the memory layers, or its block,
+    goes into their seed."""
+    if rules == "ple":
+        return splitmix_multipliers(num, num_ids, seed, layer_index)
+    return numpy_multipliers(num, num_ids, seed, block)
+
+
 def numpy_multipliers(num: int, num_ids: int, seed: int, layer_id: int) -> tuple[int, ...]:
     """Odd multipliers of the current token and of its predecessors, in Engram's demo: NumPy's PCG64 draws them."""
     import numpy as np

@@ -26,7 +26,7 @@ from megamem.width_config import Width
 from .addresses import hashed_rows, window
 from .config import EngramConfig
 from .convolution import causal_convolution
-from .hashing import numpy_multipliers, splitmix_multipliers
+from .hashing import multipliers_of
 from .token_map import read_token_map
 
 _LEAST_SCORE = 1e-6
@@ -68,13 +68,9 @@ class EngramLayer(MemoryLayer):
             ValueError: the file of the map cannot be read, or is not that of this configuration.
         """
         memory, index = self.memory, self._number
-        num, ids = memory.max_order, memory.num_hashed_ids
-        if memory.rules == "ple":
-            multipliers = splitmix_multipliers(num, ids, memory.hash_seed, index)
-        else:
-            block = resolve_placement(memory.placement, self.config.num_layers)[index].read
-            multipliers = numpy_multipliers(num, ids, memory.hash_seed, block)
-        self.multipliers.copy_(torch.tensor(multipliers))
+        block = resolve_placement(memory.placement, self.config.num_layers)[index].read
+        drawn = multipliers_of(memory.rules, memory.max_order, memory.num_hashed_ids, memory.hash_seed, index, block)
+        self.multipliers.copy_(torch.tensor(drawn))
         if memory.token_map is not None:
             assert memory.compressed_vocab_size is not None
             self.token_map.copy_(

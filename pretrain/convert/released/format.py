@@ -1,4 +1,4 @@
-"""A file of tensors under the names of UltraMemV2's public code, and of Meta's memory layers."""
+"""A file of tensors under the names of UltraMemV2's public code, and of memory layers in other codes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pretrain.checkpoint.store.tensors import TensorReader
 from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.names import RELEASED
+from pretrain.convert.released.modules import are_modules, modules_as_ours, modules_as_released
 from pretrain.convert.released.pairs import as_ours, as_released
 from pretrain.errors import ConfigError
 
@@ -41,7 +42,9 @@ class ReleasedFormat:
             )
         file = path if path.is_file() else path / _FILE
         source: TensorReader = StateDictReader(file) if file.is_file() else open_safetensors(path)
-        return OpenedCheckpoint(path, self.name, as_ours(source, config.model, _release_of(config.model)), config)
+        release = _release_of(config.model)
+        ours = modules_as_ours(source, config.model) if release is None else as_ours(source, config.model, release)
+        return OpenedCheckpoint(path, self.name, ours, config)
 
     def convert(self, source: OpenedCheckpoint, target: Target) -> ReleasedConversion:
         return ReleasedConversion(source, target)
@@ -51,9 +54,12 @@ class ReleasedConversion:
     """See `Conversion`."""
 
     def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
-        config = source.config
-        self.reader = as_released(
-            source.weights_in(target.dtype), config.model, _release_of(config.model), seed=config.seed
+        config, weights = source.config, source.weights_in(target.dtype)
+        release = _release_of(config.model)
+        self.reader: TensorReader = (
+            modules_as_released(weights, config.model)
+            if release is None
+            else as_released(weights, config.model, release, seed=config.seed)
         )
         self.files = [StateDictFile(_FILE, self.reader.tensors)]
 
@@ -64,11 +70,13 @@ class ReleasedConversion:
         return StateDictReader(folder / _FILE)
 
 
-def _release_of(model: ModelConfig) -> str:
-    """UltraMemV2's, which holds whole models, where it has the family."""
+def _release_of(model: ModelConfig) -> str | None:
+    """UltraMemV2's, which holds whole models, where it has the family; None: memories are modules of a code."""
     if len(model.memories) > 1:
         raise ConfigError(
             f"the model has memories of two kinds, {model.memory_kinds}, which no release has: convert it to another format"
         )
+    if are_modules(model):
+        return None
     released = family_of(model.memory).released if model.memory is not None else {ULTRAMEMV2_RELEASE: None}
     return ULTRAMEMV2_RELEASE if ULTRAMEMV2_RELEASE in released else META_RELEASE
