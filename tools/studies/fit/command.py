@@ -30,7 +30,7 @@ over its seeds. For each family of memories, for mixtures and for dense models i
 D / K^c for families of which models have other rows N or read other numbers of them, K, and says by how much the
 models that are held out were missed: by default the one of each family with most compute.
 """
-_WORDS = {"compute": "C, PFLOPs", "rows": "N, rows", "reads": "K, rows read per token"}
+_WORDS = {"compute": "C, TFLOPs", "rows": "N, rows", "reads": "K, rows read per token"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Point:
     Attributes:
         name: of the model.
         family: its kind of memory, `experts` or `dense`.
-        amounts: of compute in a training (PFLOPs), of rows and of rows read per token, by the keys of `_WORDS`.
+        amounts: of compute in a training (TFLOPs), of rows and of rows read per token, by the keys of `_WORDS`.
         loss: mean over seeds of the last validation loss.
         num_seeds: that there are.
     """
@@ -117,7 +117,7 @@ def _point(name: str, run: RunFolder) -> Point | None:
         )
         model = sized.model
     tokens = config.train.num_steps * config.train.tokens_per_step
-    amounts = {"compute": tokens * training_flops_per_token(model, config.train.sequence_length) / 1e15}
+    amounts = {"compute": tokens * training_flops_per_token(model, config.train.sequence_length) / 1e12}
     if model.memories:
         amounts["rows"] = float(sum(bank.num_rows for bank in model.memory_plan.banks))
         amounts["reads"] = float(sum(layer.memory.lookup.rows for layer in model.memory_layers))
