@@ -340,9 +340,7 @@ class MemoryGPTModel(GPTModel):
         """
         found: dict[int, Tensor] = {}
         for layers in by_family(self.memory_layers):
-            rows = type(layers[0]).addresses(layers, token_ids.t(), positions.t(), UNCUT)
-            if rows is not None:
-                found |= {layer.view.bank: own for layer, own in zip(layers, rows.chunk(len(layers)), strict=True)}
+            found |= type(layers[0]).rows_read(layers, token_ids.t(), positions.t())
         return found
 
     @property

@@ -6,7 +6,7 @@ Legend: s sequence length and b sequences of this rank, D hidden size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -105,6 +105,17 @@ class MemoryLayer(MegatronModule):
 
         Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
+
+    @classmethod
+    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
+        """Rows of these layers' banks, by index, that a forward pass of whole sequences reads; for families with
+        `MemoryConfig.rows_are_known`.
+
+        Args:
+            token_ids: [s, b] int64.
+            positions: [s, b] int64.
+        """
+        return {}
 
     @classmethod
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor | None:

@@ -34,6 +34,8 @@ class TokenTableConfig(MemoryConfig):
     scoring: ClassVar[Scoring | None] = Scoring.TOKENS
     reads_tokens: ClassVar[bool] = True
     """Their ids are the rows."""
+    rows_are_known: ClassVar[bool] = True
+    """By the tokens' ids."""
 
     vocab_size: PositiveInt | None = None
     """Token ids that have rows; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""

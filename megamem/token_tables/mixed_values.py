@@ -7,6 +7,9 @@ all ranks that have gates of their own (as a rule the key/value heads), M slots 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp, gather_from_sequence_parallel_region
@@ -38,6 +41,11 @@ class MixedValuesLayer(MemoryLayer):
         self.gate_proj = self._weight(
             self.memory.num_gate_heads * self.memory.num_gates, hidden_size, width=Width.INPUTS
         )
+
+    @classmethod
+    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
+        """See `MemoryLayer.rows_read`."""
+        return {layer.view.bank: rows_of_tokens(token_ids, layer.memory.rows_per_token) for layer in layers}
 
     def gates(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
         """g_0 [T, n] (None: it is 1) and g_1 .. g_M as [T, M, n], for `hidden` [t, b, D]."""

@@ -36,7 +36,7 @@ from pretrain.errors import ConfigError
 
 NUM_STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple", "two families")),
+    "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple", "two families", "move", "tide")),
     "one rank, two microbatches, recomputed": (
         1,
         {"micro_batch_size": 2, "recompute": "full"},
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor 2 x context 2 x memory 4": (
         4,
         {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
-        ("engram, ple", "two families"),
+        ("engram, ple", "two families", "move", "lave", "tide"),
     ),
     # One stage has n-grams, which lie in files, and the other learned keys.
     "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),
@@ -260,7 +260,10 @@ def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": MODELS["shared"]}, ("model.memory.kind is ultramem_v2", "those of engram are")),
+        (
+            {"model": MODELS["shared"]},
+            ("model.memory.kind is ultramem_v2", "as those of move, lave, tide, engram are"),
+        ),
         ({"checkpoint": CheckpointConfig(asynchronous=True)}, ("checkpoint.asynchronous: false",)),
     ],
     ids=["retrieval", "asynchronous"],

@@ -36,8 +36,9 @@ from pretrain.planning.costs.launches import (
     launches_across_ranks,
 )
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
-from pretrain.planning.costs.read_rows import ids_ahead_bytes
+from pretrain.planning.costs.read_rows import fetched_bytes, ids_ahead_bytes
 from pretrain.planning.costs.sent import stages_sent
+from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
@@ -387,6 +388,17 @@ def test_tables_in_files_take_what_plans_count_and_little_less(config: RunConfig
     held = held_bytes(config, WORLD)
     assert held_bytes(resident, WORLD).total - held.total == pytest.approx(held.files)
     assert sum(stage.files for stage in stages) / len(stages) == pytest.approx(held.files)
+
+
+def test_layers_that_share_a_bank_fetch_its_rows_once() -> None:
+    """A step reads 64 samples of 512 tokens, of 2^20 ids with two rows each, of which 4 columns are here; two steps are."""
+    memory = MoveConfig(vocab_size=1 << 20, value_dim=256, num_gate_heads=8, num_slots=2)
+    config = replace(
+        IN_FILES, model=replace(IN_FILES.model, memory=memory), parallel=ParallelConfig(tensor=2, memory=64)
+    )
+    (stage,) = stages_of(config)
+    rows = 64 * 512 * 2
+    assert fetched_bytes(config, stage, Division.of(config, WORLD)) == 2 * rows * (4 * 2 + 8 + 8 + 16)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

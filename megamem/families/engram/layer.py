@@ -7,7 +7,7 @@ size, N highest order, H heads, V columns of a row, E = H V.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.halo import Halo
+from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.norm import rms_normalise
@@ -98,6 +98,12 @@ class EngramLayer(MemoryLayer):
             cut_at_boundary=memory.cuts_at_boundary,
         )
         return torch.cat([hashed_rows(tokens, each.multipliers, each.sizes, each.offsets) for each in layers])
+
+    @classmethod
+    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
+        """See `MemoryLayer.rows_read`."""
+        rows = cls.addresses(layers, token_ids, positions, UNCUT).chunk(len(layers))
+        return {layer.view.bank: own for layer, own in zip(layers, rows, strict=True)}
 
     def hashed_ids(self, token_ids: Tensor) -> Tensor:
         """See `MemoryLayer.hashed_ids`."""

@@ -5,6 +5,9 @@ Legend: t tokens of a sequence on this rank, b sequences, T = t b, D hidden size
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,6 +61,11 @@ class TideLayer(MemoryLayer):
 
     def _build(self, hidden_size: int, seed: int) -> None:
         self.router = self._weight(self.memory.num_tables + 1, hidden_size, width=Width.INPUTS)
+
+    @classmethod
+    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
+        """See `MemoryLayer.rows_read`."""
+        return {layer.view.bank: rows_of_tokens(token_ids, layer.memory.rows_per_token) for layer in layers}
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.forward`."""

@@ -7,6 +7,7 @@ as many as were read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -46,11 +47,15 @@ def has_files(config: RunConfig) -> bool:
 
 def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
-    return 2 * sum(
-        rows * (memory.row_width / config.parallel.memory_columns * config.train.element_bytes + _PER_FETCHED_ROW)
-        for memory, rows in most_rows_of_families(config, stage, division)
-        if lies_in_files(config, memory)
-    )
+    total = 0.0
+    for family in stage.families:
+        memory = family.memory
+        if lies_in_files(config, memory):
+            # Layers that share a bank read the same rows of it.
+            of_banks = _most_rows_of_banks(config, stage, division, family, 1, most_lookups=1)
+            width = memory.row_width / config.parallel.memory_columns
+            total += 2 * sum(of_banks) * (width * config.train.element_bytes + _PER_FETCHED_ROW)
+    return total
 
 
 def ids_ahead_bytes(config: RunConfig) -> float:
@@ -80,13 +85,18 @@ def most_rows_of_families(
 
 
 def _most_rows_of_banks(
-    config: RunConfig, stage: Stage, division: Division, family: FamilyInStage, num_replicas: int
+    config: RunConfig,
+    stage: Stage,
+    division: Division,
+    family: FamilyInStage,
+    num_replicas: int,
+    most_lookups: float = math.inf,
 ) -> Iterator[float]:
-    """The same by bank of a family."""
+    """The same by bank of a family, of so many lookups of a microbatch at the most."""
     layout = config.parallel
     entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
     for rows, lookups in _lookups_of_banks(stage, family):
-        yield min(entries * num_replicas * lookups, rows / layout.memory_rows)
+        yield min(entries * num_replicas * min(lookups, most_lookups), rows / layout.memory_rows)
 
 
 def read_elements(config: RunConfig, stage: Stage, division: Division, *, num_replicas: int = 1) -> float:
