@@ -187,7 +187,7 @@ def run_check(args: argparse.Namespace) -> int:
     checked, choices = [], []
     for config in stages:
         with naming_stage(config):
-            if (choice := chosen(config, num_ranks)) is not None:
+            if (choice := chosen(config)) is not None:
                 choices.append(choice.text)
             config = validate(config, num_ranks)
             if args.gpu_memory is not None:
@@ -270,8 +270,8 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
         config: of any kind.
         measured_layers: memory layers that are built to measure their initial outputs.
     """
-    sections = [_length_section(config), _model_section(config), _bytes_section(settled(config, None))]
-    if (choice := chosen(config, None)) is not None:
+    sections = [_length_section(config), _model_section(config), _bytes_section(settled(config))]
+    if (choice := chosen(config)) is not None:
         sections.append(Section("choices", (choice.text,)))
     if config.model.memory is not None:
         lines = [_feed_forward_line(config.model)]

@@ -73,7 +73,7 @@ def run_dryrun(args: argparse.Namespace) -> int:
     check_has_vocabulary(config, args.config)
     if args.world_size < 1 or not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank is {args.rank}, and --world-size {args.world_size}: ranks are 0 to N - 1")
-    choice, config = chosen(config, args.world_size), validate(config, args.world_size)
+    choice, config = chosen(config), validate(config, args.world_size)
     if choice is not None and not args.json:
         print(f"{choice.text}.")
     # The stand-in for CUDA wants a machine without, and nothing is computed.

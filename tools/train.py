@@ -139,8 +139,8 @@ def train_rank(
     asked = trained or stages
     with session(*asked) as groups, owning(folder, groups) as owner:
         speaks = groups.is_main and not quiet
-        trained = [settled(config, groups.world_size) for config in asked]
-        choices = {_stage_name(config): chosen(config, groups.world_size) for config in asked}
+        trained = [settled(config) for config in asked]
+        choices = {_stage_name(config): chosen(config) for config in asked}
 
         def train_one(run: Run) -> None:
             if owner is not None:

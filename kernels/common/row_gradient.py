@@ -51,6 +51,7 @@ class RowGradient:
 
     Attributes:
         num_rows: of the table.
+        repeats: lookups of a microbatch, all of which read the same rows.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
     """
@@ -61,9 +62,16 @@ class RowGradient:
             num_rows, width: of the table.
         """
         self.num_rows, self._width = num_rows, width
+        self.repeats = 1
         self._lookups: list[_Lookup] = []
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
+
+    def of_rows(self, num_rows: int) -> RowGradient:
+        """A gradient like this one, of so many of the table's rows."""
+        found = RowGradient(num_rows, self._width)
+        found.repeats = self.repeats
+        return found
 
     def add(self, accumulate: Accumulate, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
         """Keep a lookup's part of the gradient."""
@@ -96,19 +104,21 @@ class RowGradient:
         known: dict[tuple[int, ...], DistinctRows] = {}
         for key, gradient in zip(keys, waiting, strict=True):
             if key not in known:
-                known[key] = distinct_rows([lookup.ids for lookup in gradient._lookups], gradient.num_rows)
+                ids = [lookup.ids for lookup in gradient._lookups]
+                known[key] = distinct_rows(ids, gradient.num_rows, repeats=gradient.repeats)
             gradient._add_up(known[key])
 
 
-def distinct_rows(lookups: Sequence[Tensor], num_rows: int) -> DistinctRows:
+def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1) -> DistinctRows:
     """Rows that lookups read, by a sort of all entries. No shape depends on data on a GPU, so that nothing waits for it.
 
     Args:
         lookups: ids of each, at least one, of any shape. A number outside [0, num_rows) is of a row that others hold.
         num_rows: of the table.
+        repeats: times that every row is there.
     """
     ids = torch.cat([ids.reshape(-1) for ids in lookups])
-    most, device = min(ids.numel(), num_rows), ids.device
+    most, device = min(ids.numel() // repeats, num_rows), ids.device
     # Rows of others come behind all own ones. In place: while so many ids are sorted, each byte per id counts.
     ids.masked_fill_((ids < 0) | (ids > num_rows), num_rows)
     ordered, order = ids.sort()

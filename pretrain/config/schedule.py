@@ -69,6 +69,11 @@ def largest_table_lr(optimizer: OptimizerConfig) -> float:
     return max(values, optimizer.lr * (optimizer.pre_value_lr_multiplier or 0.0))
 
 
+def table_decay(optimizer: OptimizerConfig) -> float:
+    """Weight decay of tables."""
+    return optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
+
+
 def group_settings(
     step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
 ) -> dict[GroupName, tuple[float, float]]:
@@ -83,14 +88,13 @@ def group_settings(
     retrieval_decay = (
         optimizer.weight_decay if optimizer.retrieval_weight_decay is None else optimizer.retrieval_weight_decay
     )
-    table_decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
     return {
         "backbone": (lr, optimizer.weight_decay),
         "backbone_no_decay": (lr, 0.0),
         "retrieval": (retrieval_lr, retrieval_decay),
         "experts": (lr, optimizer.weight_decay),
-        "values": (value_lr, table_decay),
-        "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay),
+        "values": (value_lr, table_decay(optimizer)),
+        "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay(optimizer)),
     }
 
 

@@ -234,9 +234,9 @@ class OptimizerConfig(Config):
         EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise"),
     ] = "dense"
     """Gradients of the memory tables. dense: of every element of a table; rows: of the distinct rows that a step reads, so that
-    neither memory nor time grow with the table; of tables that one pipeline stage holds; auto: rows where tables can have
-    them and a step reads at most half as often as there are rows, so that they take less memory and less time, else dense;
-    a run says which, and why. See docs/memory-parallel.md."""
+    neither memory nor time grow with the table; auto: rows where tables can have them and a step reads at most half as often
+    as there are rows, so that they take less memory and less time, else dense; a run says which, and why. See
+    docs/memory-parallel.md."""
     table_gradient_dtype: Annotated[
         Literal["fp32", "bf16"],
         EffectiveWhen(

@@ -1,7 +1,6 @@
 """Gradients of tables that a run can have (`optimizer.table_gradients`), and what `auto` takes.
 
-What a step reads is known from the configuration, and the number of replicas from the number of ranks: so the choice is made
-once, before ranks start, and said. Imports no torch.
+What a step reads is known from the configuration: so the choice is made once, before ranks start, and said. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pretrain.config.schedule import largest_table_lr
+from pretrain.config.schedule import largest_table_lr, table_decay
 from pretrain.config.schema import RunConfig
 
 MOST_READS = 0.5
@@ -37,16 +36,12 @@ class Choice:
         return f"optimizer.table_gradients (auto): {self.taken}: {self.reason}"
 
 
-def chosen(config: RunConfig, num_ranks: int | None) -> Choice | None:
-    """The choice of `auto`; None where nothing is left to choose.
-
-    Args:
-        num_ranks: of the run; None: not known.
-    """
+def chosen(config: RunConfig) -> Choice | None:
+    """The choice of `auto`; None where nothing is left to choose."""
     optimizer, model = config.optimizer, config.model
     if model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "auto":
         return None
-    for why, _ in impossible(config, num_ranks):
+    for why, _ in impossible(config):
         return Choice("dense", why)
     num_rows = sum(bank.num_rows for bank in model.memory_plan.banks)
     if not num_rows:
@@ -59,9 +54,9 @@ def chosen(config: RunConfig, num_ranks: int | None) -> Choice | None:
     return Choice("dense", f"{counted}, and rows are worth it up to {MOST_READS:g} alone")
 
 
-def settled(config: RunConfig, num_ranks: int | None) -> RunConfig:
+def settled(config: RunConfig) -> RunConfig:
     """The configuration with what `auto` takes in its place; see `chosen`."""
-    choice = chosen(config, num_ranks)
+    choice = chosen(config)
     if choice is None:
         return config
     # Sums of rows are in fp32.
@@ -70,12 +65,11 @@ def settled(config: RunConfig, num_ranks: int | None) -> RunConfig:
     return replace(config, optimizer=optimizer)
 
 
-def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, str]]:
-    """Reasons for which tables cannot have gradients of rows, each with what to set: it takes tables of one
-    stage each, gradients that our kernels make, and a decay that leaves something."""
-    optimizer, parallel = config.optimizer, config.parallel
-    decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
-    rate = largest_table_lr(optimizer)
+def impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Reasons for which tables cannot have gradients of rows, each with what to set: it takes
+    gradients that our kernels make, and a decay that leaves something."""
+    optimizer = config.optimizer
+    decay, rate = table_decay(optimizer), largest_table_lr(optimizer)
     if decay * rate >= 1:
         yield (
             f"the tables' weight decay {decay:g} times their learning rate {rate:g} is 1 or more, so that a step could leave "
@@ -84,29 +78,12 @@ def impossible(config: RunConfig, num_ranks: int | None) -> Iterator[tuple[str, 
         )
     if config.train.kernels == "naive":
         yield ("train.kernels is naive, whose gradients PyTorch makes, of all rows", "use train.kernels: auto")
-    if parallel.pipeline > 1 and any(bank.on_every_stage for bank in config.model.memory_plan.banks):
-        yield (
-            f"with parallel.pipeline {parallel.pipeline} every stage holds a copy of a bank, whose gradients are added up",
-            "use parallel.pipeline: 1",
-        )
-    per_stage = None if num_ranks is None or num_ranks % parallel.pipeline else num_ranks // parallel.pipeline
-    if (
-        optimizer.table_folder is not None
-        and per_stage is not None
-        and per_stage > parallel.memory
-        and per_stage % parallel.memory == 0
-    ):
-        yield (
-            f"{per_stage} ranks of a pipeline stage hold {per_stage // parallel.memory} replicas of each part of a table "
-            f"(parallel.memory {parallel.memory}), whose rows optimizer.table_folder does not fetch for each other",
-            f"use parallel.memory {per_stage}",
-        )
 
 
-def gradients_problems(config: RunConfig, num_ranks: int | None) -> Iterator[str]:
+def gradients_problems(config: RunConfig) -> Iterator[str]:
     """Gradients of rows that were asked for and that tables cannot have, in sentences."""
     optimizer = config.optimizer
     if config.model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "rows":
         return
-    for why, fix in impossible(config, num_ranks):
+    for why, fix in impossible(config):
         yield f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense"

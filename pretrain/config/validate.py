@@ -24,7 +24,7 @@ _WIDE_LOAD_BYTES = 16
 
 
 def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> RunConfig:
-    """Refuse a configuration that cannot run; the configuration that so many ranks run (`settled`).
+    """Refuse a configuration that cannot run; the configuration that ranks run (`settled`).
 
     Args:
         config: the run.
@@ -37,7 +37,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
-    problems += [*gradients_problems(config, world_size), *_table_folder(config), *apex_problems(config)]
+    problems += [*gradients_problems(config), *_table_folder(config), *apex_problems(config)]
     problems += _control(config)
     if on_this_machine:
         problems += _packages(config)
@@ -45,7 +45,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
-    return settled(config, world_size)
+    return settled(config)
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:

@@ -42,7 +42,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients
 from pretrain.engine.bf16_gradients import add_tables
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
-from pretrain.engine.row_gradients import apart_from_ddp
+from pretrain.engine.row_gradients import apart_from_ddp, count_repeats
 from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.stored_tables import StoredTables
 from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
@@ -243,6 +243,7 @@ def wrap_chunks(
             wait_before_memories(wrapped[-1], chunk)
         if gradient_stream is not None:
             add_beside_backward(wrapped[-1], chunk, gradient_stream)
+    count_repeats(chunks)
     if config.parallel.overlap_grad_reduce:
         # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
         no_sync = [_weakly(chunk.no_sync) for chunk in wrapped]

@@ -34,7 +34,7 @@ def finalize_with_copies(
     assert pg_collection is not None
     sum_over_stages(chunks, pg_collection.pp)
     # Megatron has left the number of all ranks there.
-    add_up_rows(chunks, num_tokens)
+    add_up_rows(chunks, num_tokens, pg_collection.pp)
 
 
 @torch.no_grad()

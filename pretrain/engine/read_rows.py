@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
@@ -220,10 +221,12 @@ class ReadTables:
         return False
 
     def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
-        """See `MemoryDistributedOptimizer.gradients`. Replicas have the same ones."""
-        for share in self._shares if self._is_counted or not counted_once else ():
+        """See `MemoryDistributedOptimizer.gradients`. Replicas and copies have the same ones."""
+        for share in self._shares:
             sums = _gradient(share).sums
-            if sums is not None and sums.numel():
+            # Megatron's mark of copies of which another stage's counts.
+            counts = self._is_counted and param_is_not_shared(share.parameter)
+            if sums is not None and sums.numel() and (counts or not counted_once):
                 yield share.group["name"], sums
 
     def main_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -3,6 +3,9 @@
 Megatron's DDP does not know of them: it would keep a dense gradient, and a copy of the weights while it makes one. Lookups
 are kept until a step's last backward pass, and then added up (`kernels.common.row_gradient`), by replicas together
 (`pretrain.engine.replica_rows`).
+
+A bank that layers of several stages read has a copy on each (`megamem.parameters.mark_copy`). Its rows are those of the tokens,
+which are the same on all stages: the copies have sums of the same rows in the same order, and add them up as they are.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
 from kernels.common.table_scale import TableScale
+from megamem.bank import Bank
 from megamem.model import MemoryGPTModel
+from megamem.parameters import is_on_every_stage
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients, keeps_rows
 from pretrain.engine.replica_rows import add_up_replicas
@@ -46,19 +52,56 @@ def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn
             table.scale = TableScale()  # type: ignore[attr-defined]
 
 
+def count_repeats(chunks: Sequence[MemoryGPTModel]) -> None:
+    """Say how often a microbatch reads the same rows of a bank of which every stage has a copy, or would have.
+
+    Args:
+        chunks: all of this rank, bare.
+    """
+    for chunk in chunks:
+        for bank in chunk.own_banks:
+            for table in bank.parameters() if bank.spec.on_every_stage else ():
+                if (gradient := row_gradient_of(table)) is not None:
+                    gradient.repeats = sum(_num_reads(each, bank) for each in chunks)
+
+
+def _num_reads(chunk: MemoryGPTModel, bank: Bank) -> int:
+    readers = [layer for layer in chunk.memory_layers if layer.view.bank == bank.spec.index]
+    return 1 if readers and readers[0].memory.reads_once else len(readers)
+
+
 @torch.no_grad()
-def add_up_rows(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None) -> None:
-    """Add up the gradients of a step, of which all backward passes are done. Collective over the replicas.
+def add_up_rows(
+    chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None, stages: dist.ProcessGroup
+) -> None:
+    """Add up the gradients of a step, of which all backward passes are done. Collective over replicas and stages.
 
     Args:
         num_tokens: of the step over all ranks, which gradients are divided by.
+        stages: ranks that hold copies of this one's banks, or other layers.
     """
-    gradients = [
-        gradient for chunk in chunks for table in chunk.parameters() if (gradient := row_gradient_of(table)) is not None
-    ]
-    RowGradient.add_up(gradients)
-    if gradients:
-        add_up_replicas(gradients, chunks[0].intra_expt_dp_group)
+    gradients = {
+        table: gradient
+        for chunk in chunks
+        for table in chunk.parameters()
+        if (gradient := row_gradient_of(table)) is not None
+    }
+    if not gradients:
+        return
+    RowGradient.add_up(gradients.values())
+    copies = [gradient for table, gradient in gradients.items() if is_on_every_stage(table)]
+    others = [gradient for table, gradient in gradients.items() if not is_on_every_stage(table)]
+    # Where dense gradients are divided: before stages add them up, and after replicas have. Stages come first, while a rank
+    # has the rows of one replica alone.
+    _divide(copies, num_tokens)
+    for gradient in copies:
+        assert gradient.sums is not None, "a stage has read no row of its copy of a bank"
+        dist.all_reduce(gradient.sums, group=stages)
+    add_up_replicas(list(gradients.values()), chunks[0].intra_expt_dp_group)
+    _divide(others, num_tokens)
+
+
+def _divide(gradients: Sequence[RowGradient], num_tokens: Tensor | None) -> None:
     for gradient in gradients:
         if gradient.sums is not None and num_tokens is not None:
             gradient.sums.mul_(1.0 / num_tokens.clamp(min=1))

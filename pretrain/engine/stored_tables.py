@@ -5,6 +5,9 @@ and fetches them, weights and state; after the update it writes the step's own r
 all writes but the one of the step that it runs beside: rows that both steps read go from one to the other on the device.
 What a step computes with is to the bit what a table on the device would have given it.
 
+Replicas have files of their own, and fetch the rows that any of them reads: each updates all of these, and so all files have the
+same bits.
+
 Outside of steps (evaluation, generation) rows are fetched as they are asked for.
 
 Legend: n rows of a step, W columns on this rank, T tokens, J rows read per token.
@@ -121,7 +124,8 @@ class StoredTable:
         """Have a step read these rows."""
         self.staged = staged
         if self.parameter.requires_grad:
-            gradient = RowGradient(*staged.weights.shape)
+            of_table: RowGradient = self.parameter.row_gradient  # type: ignore[attr-defined]
+            gradient = of_table.of_rows(len(staged.weights))
             for table in (self.parameter, staged.weights.requires_grad_()):
                 table.row_gradient = gradient  # type: ignore[attr-defined]
 
@@ -186,7 +190,7 @@ class StoredTables:
     @contextmanager
     def step(self, reads: Reads, samples: range, following: Sequence[range]) -> Iterator[None]:
         """Have the rows of a step's samples on the device within the block, and write those back that it updates.
-        Collective over the memory group.
+        Collective over the stage.
 
         Args:
             samples: numbers of the step's samples, over all ranks.

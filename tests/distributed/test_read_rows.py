@@ -1,5 +1,6 @@
 """Gradients of the rows that a step reads make the update that dense ones make, to the bit: losses, norms, weights and
-state, of every family. Of more than two replicas, whose sums dense gradients add up in another order, they are close.
+state, of every family. Of more than two replicas and copies, whose sums dense gradients add up in another order, they are
+close.
 
 Batches are so small that most rows of a table are not read in a step, and some in none.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from kernels.common.row_gradient import RowGradient, distinct_rows
 from megamem.config import ModelConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.engine.row_gradients import row_gradient_of
@@ -36,6 +38,10 @@ MODELS: dict[str, ModelConfig] = {
     **{kind: of_tokens(kind).model for kind in ("move", "lave", "tide", "engram", "engram, ple")},
     "two families": of_tokens("engram beside learned keys").model,
 }
+assert MODELS["move"].memory is not None
+# One reader in the first of two stages, and two in the second.
+UNEVEN = replace(MODELS["move"].memory, placement=PlacementConfig(blocks=(0, 2, 3)))
+MODELS["move, unevenly"] = replace(MODELS["move"], memory=UNEVEN)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"micro_batch_size": 4}),
     "one rank, two microbatches, recomputed": (1, {"micro_batch_size": 2, "recompute": "full"}),
@@ -46,6 +52,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1},
     ),
     "context 2 x memory 2": (2, {"context": 2, "memory": 2, "micro_batch_size": 2}),
+    "pipeline 2": (2, {"pipeline": 2, "micro_batch_size": 1}),
 }
 # With two replicas of each part of a table; "data 4" has four.
 REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,15 +61,18 @@ REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2 x data 2 x memory 2": (4, {"tensor": 2, "memory": 2, "micro_batch_size": 1}),
     "data 4 x memory 2 of rows": (4, {"memory": 2, "memory_rows": 2, "micro_batch_size": 1}),
     "pipeline 2 x virtual 2 x data 2": (4, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    "pipeline 2 x data 2": (4, {"pipeline": 2, "micro_batch_size": 1}),
     "data 4": (4, {"micro_batch_size": 1}),
 }
 TRIED: dict[str, tuple[str, ...]] = {
-    "one rank": tuple(MODELS),
+    "one rank": tuple(kind for kind in MODELS if kind != "move, unevenly"),
     "one rank, two microbatches, recomputed": ("shared", "ultramem", "engram"),
     "memory 2 of rows": ("shared", "ultramem"),
     "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
-    "pipeline 2 x virtual 2 x memory 2": ("private",),
+    # Token memories have a copy of their bank on every stage.
+    "pipeline 2 x virtual 2 x memory 2": ("private", "move", "tide"),
     "context 2 x memory 2": ("move", "engram", "two families"),
+    "pipeline 2": ("tide", "move", "move, unevenly", "lave"),
 }
 
 
@@ -179,7 +189,8 @@ def test_replicas_update_the_rows_that_any_of_them_read(run_ranks: Any, tmp_path
         for layout, (size, axes) in REPLICAS.items():
             # Rows of tokens are not split.
             kinds: tuple[str, ...] = ("shared", "ultramem") if "memory_rows" in axes else ("shared", "move")
-            kinds = ("private",) if "pipeline" in axes else kinds
+            if "pipeline" in axes:
+                kinds = ("private",) if "virtual_pipeline" in axes else ("tide", "move, unevenly")
             for number, kind in enumerate(kinds) if size == num_ranks else ():
                 precision: Literal["fp32", "bf16"] = "fp32" if number else "bf16"
                 ways: Any = ("dense", "rows")
@@ -200,8 +211,8 @@ def test_replicas_update_the_rows_that_any_of_them_read(run_ranks: Any, tmp_path
     by_rank = run_ranks(main, num_ranks)
     for (layout, kind), (different, of_steps, same) in by_rank[0].items():
         assert same
-        # In another order a sum has another last bit, which fp32 weights show.
-        assert layout == "data 4" or different == [], (layout, kind)
+        # In another order a sum has another last bit.
+        assert layout in ("data 4", "pipeline 2 x data 2") or different == [], (layout, kind)
         assert of_steps < 1e-8, (layout, kind)
     # Every replica has the same norms, and losses.
     assert len({str(sorted((key, of_steps) for key, (_, of_steps, _) in rank.items())) for rank in by_rank}) == 1
@@ -229,36 +240,55 @@ def test_a_run_goes_on_with_other_replicas(run_ranks: Any, tmp_path: Path) -> No
         assert [name for name in first if not torch.equal(first[name], other[name])] == []
 
 
+def test_copies_go_on_as_the_straight_run_and_on_one_stage(run_ranks: Any, tmp_path: Path) -> None:
+    """A checkpoint of two stages with a copy each has one, which a resumed run goes on with to the bit."""
+    config = config_of(MODELS["tide"], "rows", "bf16")
+    config = replace(config, optimizer=replace(config.optimizer, value_weight_decay=0.5))
+    saved = tmp_path / "two" / "step_00000002"
+
+    def of_two_stages() -> None:
+        stages = on(config, pipeline=2, micro_batch_size=1)
+        with tiny_run(stages) as run:
+            run.train(2)
+            run.save(tmp_path / "two")
+            run.train(1)
+            run.save(tmp_path / "straight")
+        with tiny_run(stages) as run:
+            run.resume(saved)
+            run.train(1)
+            run.save(tmp_path / "resumed")
+
+    def of_one() -> None:
+        with tiny_run(on(config, micro_batch_size=1)) as run:
+            run.resume(saved)
+            run.save(tmp_path / "one")
+
+    run_ranks(of_two_stages, 2)
+    run_ranks(of_one, 1)
+    for one, other in (("straight/step_00000003", "resumed/step_00000003"), ("two/step_00000002", "one/step_00000002")):
+        first, second = read_all(tmp_path / one), read_all(tmp_path / other)
+        assert any(".scale." in name for name in first)
+        assert first.keys() == second.keys()
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
 @pytest.mark.parametrize(
-    ("change", "num_ranks", "words"),
+    ("change", "words"),
     [
         # The tables' rate is 6e-3 at most.
-        ({"optimizer": {"value_weight_decay": 167.0}}, 1, ("is 1 or more", "value_weight_decay below 166.667")),
-        ({"kernels": "naive"}, 1, ("train.kernels is naive", "train.kernels: auto")),
-        (
-            {"optimizer": {"table_folder": "somewhere"}, "model": MODELS["engram"]},
-            4,
-            ("4 ranks of a pipeline stage hold 4 replicas", "use parallel.memory 4"),
-        ),
-        (
-            {"parallel": {"pipeline": 2}, "model": MODELS["tide"]},
-            2,
-            ("every stage holds a copy", "parallel.pipeline: 1"),
-        ),
+        ({"optimizer": {"value_weight_decay": 167.0}}, ("is 1 or more", "value_weight_decay below 166.667")),
+        ({"train": {"kernels": "naive"}}, ("train.kernels is naive", "train.kernels: auto")),
     ],
-    ids=["decay", "twins", "replicas of files", "copies"],
+    ids=["decay", "twins"],
 )
-def test_what_cannot_have_rows_is_refused(change: dict[str, Any], num_ranks: int, words: tuple[str, ...]) -> None:
-    config = config_of(change.get("model", SHARED.model), "rows", "fp32")
-    config = replace(config, train=replace(config.train, micro_batch_size=1, kernels=change.get("kernels", "auto")))
+def test_what_cannot_have_rows_is_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    config = config_of(SHARED.model, "rows", "fp32")
+    config = replace(config, train=replace(config.train, **change.get("train", {})))
     config = replace(config, optimizer=replace(config.optimizer, **change.get("optimizer", {})))
-    config = replace(config, parallel=replace(config.parallel, **change.get("parallel", {})))
     with pytest.raises(ConfigError) as refused:
-        validate(config, num_ranks)
+        validate(config, 1)
     assert all(word in str(refused.value) for word in ("optimizer.table_gradients is rows", *words))
-    validate(
-        replace(config, optimizer=replace(config.optimizer, table_gradients="dense", table_folder=None)), num_ranks
-    )
+    validate(replace(config, optimizer=replace(config.optimizer, table_gradients="dense")), 1)
 
 
 def test_rows_without_a_count_are_padded_with_the_first() -> None:
@@ -276,6 +306,9 @@ def test_rows_without_a_count_are_padded_with_the_first() -> None:
     assert padded.rows.tolist() == [2, 5, 7, 2, 2, 2, 2]
     assert padded.sources.tolist() == [0, 1, 2, 0, 0, 0, 0]
     assert [slots.tolist() for slots in padded.slots] == [slots.tolist() for slots in counted.slots]
+    halved = distinct_rows([part.as_subclass(Uncounted) for part in (ids[0], ids[0].flip(0))], 8, repeats=2)
+    assert halved.rows.tolist() == [2, 5, 2, 2]
+    assert [slots.tolist() for slots in halved.slots] == [[[1, 0], [-1, 1]], [[-1, 1], [1, 0]]]
     nobody = distinct_rows([torch.tensor([8, -3]).as_subclass(Uncounted)], 8)
     assert nobody.rows.tolist() == [7, 7]
     assert nobody.slots[0].tolist() == [-1, -1]

@@ -6,6 +6,7 @@ Dense gradients decay every row in every step, so they are the oracle; their own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +21,16 @@ from tiny_runs import TinyRun, build, joined, on, save_run, tiny_run
 from torch import Tensor
 
 from kernels.common import table_scale
+from kernels.common.row_gradient import DistinctRows
 from kernels.common.table_scale import FOLD, TableScale, scale_of
+from megamem.shards import walk_shards
 from pretrain.checkpoint.derived import SCALE_PREFIX, main_name
 from pretrain.checkpoint.run import load_weights
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.convert.listing import native_listing
 from pretrain.convert.native.format import NativeFormat
+from pretrain.engine.row_gradients import row_gradient_of
 
 NUM_STEPS, TOLERANCE = 20, 1e-6
 # Gates of n-grams take the root of a product, whose slope has no bound at zero: roundings grow tenfold in a few steps.
@@ -197,3 +201,74 @@ def test_a_resumed_run_is_the_straight_one_and_others_read_the_weights(run_ranks
     again = read_all(tmp_path / "elsewhere" / at)
     assert again.keys() == stored.keys()
     assert [name for name in stored if not torch.equal(stored[name], again[name])] == []
+
+
+def test_in_bf16_dense_and_rows_are_as_far_apart_as_their_roundings(run_ranks: Any) -> None:
+    """Both are the exact updates in the mean. A stochastic rounding of w moves it by at most an ulp, 2^-7 of w, with a
+    deviation of half of that, so one of T updates leaves sqrt(T) 2^-8 of w at most: of dense gradients all updates round, of
+    rows those that read the row. A decay is less than half an ulp: rounded to nearest it would do nothing.
+    """
+    num_updates, lr, keep = 40, 1e-3, 1 - 2.0**-10
+
+    def main() -> dict[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = {}
+        for way in ("dense", "rows"):
+            config = config_of(MODELS["shared"], way, "bf16")
+            with joined(config) as groups:
+                run = build(config, groups)
+                tables = {shard.key: table for table, shard in walk_shards([c.sharded_state_dict() for c in run.bare])}
+                tables = {name: table for name, table in tables.items() if name.startswith("banks.")}
+                before = {name: table.detach().double() for name, table in tables.items()}
+                for update in range(num_updates):
+                    for name, table in tables.items():
+                        read, sums = planted(name, table.shape, update)
+                        if (gradient := row_gradient_of(table)) is None:
+                            table.main_grad.zero_().index_copy_(0, read, sums)  # type: ignore[attr-defined]
+                        else:
+                            gradient.read, gradient.sums = DistinctRows(read, None, ()), sums
+                    run.optimizer.prepare_grads()
+                    for group in run.optimizer.param_groups:
+                        group.update(lr=lr, weight_decay=(1 - keep) / lr)
+                    run.optimizer.step_with_ready_grads()
+                    run.run.complete_weights()
+                for name, table in tables.items():
+                    scale = scale_of(table)
+                    weights = table.detach().double() * (1 if scale is None else scale.value)
+                    found.setdefault(name, [*exact(name, before[name], config)]).append(weights)
+        return found
+
+    def exact(name: str, weights: Tensor, config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights in fp64, and variances of their roundings: of all updates, and of those that read a row."""
+        beta2, epsilon = config.optimizer.beta2, config.optimizer.epsilon
+        moments = torch.zeros(len(weights), 1, dtype=torch.float64)
+        of_dense, of_rows = torch.zeros_like(weights), torch.zeros_like(weights)
+        for update in range(num_updates):
+            read, sums = planted(name, weights.shape, update)
+            gradient = torch.zeros_like(weights).index_copy_(0, read, sums.double())
+            moments = beta2 * moments + (1 - beta2) * gradient.square().mean(1, keepdim=True)
+            rms = (moments / (1 - beta2 ** (update + 1))).sqrt() + epsilon
+            weights = keep * weights - lr * gradient / rms
+            rounding = (2.0**-8 * weights).square()
+            is_read = torch.zeros(len(weights), 1, dtype=torch.float64).index_fill_(0, read, 1)
+            of_dense, of_rows = keep**2 * of_dense + rounding, keep**2 * of_rows + is_read * rounding
+        return weights, of_dense, of_rows
+
+    def planted(name: str, shape: Sequence[int], update: int) -> tuple[Tensor, Tensor]:
+        """A quarter of the rows of a table, and their gradients."""
+        generator = torch.Generator().manual_seed(1000 * len(name) + sum(map(ord, name)) + 7919 * update)
+        read = torch.randperm(shape[0], generator=generator)[: shape[0] // 4].sort().values
+        return read, torch.randn(len(read), shape[1], generator=generator)
+
+    (found,) = run_ranks(main, 1)
+    together = [torch.cat([each.flatten() for each in parts]) for parts in zip(*found.values(), strict=True)]
+    weights, of_dense, of_rows, dense, rows = together
+    for apart_by, variance in (
+        (dense - weights, of_dense),
+        (rows - weights, of_rows),
+        (dense - rows, of_dense + of_rows),
+    ):
+        some = variance > 0
+        deviations = (apart_by * weights.sign())[some] / variance[some].sqrt()
+        # A mean of so many independent ones of deviation 1, at four sigma.
+        assert abs(float(deviations.mean())) < 4 / len(deviations) ** 0.5
+        assert 0.1 < float(deviations.square().mean()) < 1

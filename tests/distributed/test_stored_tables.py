@@ -33,6 +33,7 @@ from pretrain.config.validate import validate
 from pretrain.engine.step import evaluation_loss
 from pretrain.engine.stored_tables import Staged, StoredTable, StoredTables
 from pretrain.errors import ConfigError
+from pretrain.train.health.replicas import differing_replicas
 
 NUM_STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -51,6 +52,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         4,
         {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
         ("engram, ple", "two families", "move", "lave", "tide"),
+    ),
+    # Replicas have files of their own.
+    "data 2 x memory 2": (4, {"memory": 2, "micro_batch_size": 1}, ("engram", "engram, ple")),
+    "tensor 2 x pipeline 2": (
+        4,
+        {"tensor": 2, "pipeline": 2, "micro_batch_size": 2},
+        ("engram", "move, unevenly", "tide"),
     ),
     # One stage has n-grams, which lie in files, and the other learned keys.
     "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),
@@ -129,7 +137,9 @@ def with_evaluations(config: RunConfig, groups: ParallelGroups) -> Trained:
         names = ("num_microbatches", "micro_batch_size", "sequence_length")
         return evaluation_loss(run.chunks, next(from_the_start), groups, **dict(zip(names, sizes, strict=True))).mean
 
-    return trained(run, NUM_STEPS, evaluated)
+    found = trained(run, NUM_STEPS, evaluated)
+    assert differing_replicas(run.run) == ()
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -26,6 +26,7 @@ from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
 from pretrain.engine.pipeline_copies import sum_over_stages
+from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.traffic import (
     LookupTraffic,
     attention_bytes,
@@ -186,7 +187,7 @@ def test_gradients_of_copies_are_added_up_as_the_formula_says(run_ranks: Any) ->
     # Each of two ranks sends half of the sum to the other, twice.
     for summed in run_ranks(main, 4):
         assert summed == [64 * 2 * 16 * 4 // 2]
-        assert copies_bytes(config, 4) == sum(summed)
+        assert [copies_bytes(config, stage, Division.of(config, 4)) for stage in stages_of(config)] == 2 * [sum(summed)]
 
 
 def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:

@@ -20,6 +20,14 @@ def test_it_is_a_weighted_sum_of_bit_patterns(part: int, monkeypatch: pytest.Mon
     assert digest(torch.tensor(values)).item() % 2**64 == expected
 
 
+def test_rows_that_lie_apart_are_hashed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(23, 6, generator=torch.Generator().manual_seed(2)).bfloat16()
+    apart = torch.zeros(23, 9, dtype=torch.bfloat16)[:, :6].copy_(rows)
+    for part in (5, 20, 1 << 22):
+        monkeypatch.setattr(replicas, "PART_ELEMENTS", part)
+        assert digest(apart) == digest(rows)
+
+
 def test_any_bit_and_any_two_places_count() -> None:
     for dtype, integer in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         tensor = torch.arange(40.0).to(dtype)

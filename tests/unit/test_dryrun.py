@@ -205,6 +205,19 @@ PARTLY_IN_FILES = replace(
         second_memory=replace(IN_FILES.model.memory, placement=PlacementConfig(blocks=(0, 2))),
     ),
 )
+# A bank whose gradients are rows, with a copy on both stages, of which one has one reader and the other two.
+COPIES_OF_ROWS = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        memory=MoveConfig(
+            num_slots=2, vocab_size=32_768, value_dim=256, num_gate_heads=8, placement=PlacementConfig(blocks=(0, 2, 3))
+        ),
+    ),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=8),
+    optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows"),
+    train=replace(SPLIT.train, recompute="none"),
+)
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
 AHEAD = replace(
     DENSE,
@@ -366,21 +379,52 @@ def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: i
     assert {each.name for each in bad} <= {"table gradients", "activations"}, bad
 
 
-@pytest.mark.parametrize("config", [IN_FILES, PARTLY_IN_FILES], ids=["one family", "one of two families"])
-def test_tables_in_files_take_what_plans_count_and_little_less(config: RunConfig) -> None:
-    """Files, and rows of two steps beside the largest moment of a step; ids are exchanged once per step."""
+@pytest.mark.parametrize(("tensor", "heads", "folder"), [(1, 8, None), (2, 8, None), (4, 2, None), (1, 8, "/nowhere")])
+def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: str | None) -> None:
+    """Stages whose copy of a bank has other numbers of readers send sums of as many rows; tensor-parallel ranks hand each
+    other heads, which two of them may share."""
+    from pretrain.planning.dryrun.peers import mismatches
     from tools.maintenance.agreement import figures
 
+    assert isinstance(COPIES_OF_ROWS.model.memory, MoveConfig)
+    memory = replace(COPIES_OF_ROWS.model.memory, num_gate_heads=heads, value_dim=32 * heads)
+    model = replace(COPIES_OF_ROWS.model, memory=memory, num_query_groups=heads)
+    config = replace(COPIES_OF_ROWS, model=model, parallel=replace(COPIES_OF_ROWS.parallel, tensor=tensor))
+    config = replace(config, optimizer=replace(config.optimizer, table_folder=folder))
+    stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
+    (found,) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)
+    assert mismatches(found) == []
+    for report, stage, of_stage in zip(found, stages, sent, strict=True):
+        # Tokens of 8 ranks and all microbatches read 2 rows of an eighth of the columns.
+        assert of_stage.copies == 8 * 512 // tensor * report.num_microbatches * 2 * 4 * heads * 4
+        of_figures = [each for each in figures(report, stage, of_stage) if each.name.startswith("sent: ")]
+        assert {each.name for each in of_figures} >= {"sent: copies", "sent: memory", "sent: tables"}
+        assert [each for each in of_figures if not each.agrees] == []
+        if tensor == 1:
+            counted = report.peak_of_step.total
+            assert counted * 0.98 <= stage.total <= 1.25 * counted
+
+
+@pytest.mark.parametrize(
+    ("whole", "num_replicas"),
+    [(IN_FILES, 1), (IN_FILES, 4), (PARTLY_IN_FILES, 1)],
+    ids=["one family", "replicas", "one of two families"],
+)
+def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig, num_replicas: int) -> None:
+    """Files, and rows of two steps, of all replicas, beside the largest moment of a step; ids are exchanged once per step."""
+    from tools.maintenance.agreement import figures
+
+    config = replace(whole, parallel=replace(whole.parallel, memory=32 // num_replicas))
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
     for report in launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]:
         stage = stages[report.stage]
         assert report.held.files == stage.files > 0
-        assert (MemoryPart.TABLES in report.held.by_part) == (config is PARTLY_IN_FILES)
+        assert (MemoryPart.TABLES in report.held.by_part) == (whole is PARTLY_IN_FILES)
         counted = report.peak_of_step.total
         assert counted * 0.98 <= stage.total <= 1.3 * counted
         bad = [each for each in figures(report, stage, sent[report.stage]) if not each.agrees]
         assert {each.name for each in bad} <= {"table gradients", "activations"}
-        assert ids_ahead_bytes(config) == 31 * 2 * 512 * 8
+        assert ids_ahead_bytes(config, Division.of(config, WORLD)) == 31 * 2 * 512 * 8
     # What files have is what the device has without them.
     resident = replace(config, optimizer=replace(config.optimizer, table_folder=None))
     for stage, on_device in zip(stages, stage_bytes(resident, WORLD), strict=True):

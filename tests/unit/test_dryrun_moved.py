@@ -14,10 +14,13 @@ from megamem.config import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.planning.costs.launches import launches_of
+from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.timing import selection_bytes
@@ -96,3 +99,31 @@ def test_a_plan_charges_what_an_update_by_row_moves(counted: dict[str, tuple[int
     config = config_of(MEMORIES[name])
     (stage,) = stages_of(config)
     assert table_step_bytes(config) * stage.table_elements == pytest.approx(counted[name][1], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["Tucker cores", "rows of tokens", "product keys"])
+def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
+    """A weight decay is that of a scale per table; without one nothing is multiplied."""
+    tide = TideConfig(vocab_size=1024, value_dim=256, num_tables=3)
+    config = config_of(MEMORIES.get(name, tide))
+    config = replace(config, optimizer=replace(config.optimizer, table_gradients="rows", value_weight_decay=0.1))
+    still = replace(config, optimizer=replace(config.optimizer, value_weight_decay=0.0))
+
+    def main() -> list[tuple[int, int]]:
+        from pretrain.planning.dryrun.rank import dry_run
+
+        found = []
+        for each in (config, still):
+            (report,) = dry_run(each, 1, [0], as_gpu=True, count_moved=True)
+            moved = sum(num for line, num in report.moved.items() if line.startswith("kernels/common/table_scale.py"))
+            found.append((moved, report.num_kernels))
+        return found
+
+    ((moved, launched), (nothing, fewer)) = launch_within(main, 1, timeout_s=120, num_threads=1)[0]
+    memory = config.model.memories[0]
+    assert sum(scaled_bytes(config, memory, TOKENS, backward=way) for way in (False, True)) == moved > 0
+    assert scaled_bytes(still, memory, TOKENS, backward=False) == nothing == 0
+    (stage,) = stages_of(config)
+    plans = [sum(launches_of(each, stage, stage.blocks, way) for way in (0, 1)) for each in (config, still)]
+    # Gathers, and the factors of updates.
+    assert launched - fewer == plans[0] - plans[1] + len(memory.tables)

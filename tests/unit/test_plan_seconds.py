@@ -14,10 +14,12 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.read_rows import replica_bytes
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
 from pretrain.planning.costs.rows import accumulate_s, distinct_rows, missed_share, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
+from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables
 from tools import cli
 from tools.maintenance.bank_splits import reading
@@ -250,6 +252,33 @@ def test_pieces_add_up_to_all_that_is_trained() -> None:
             ):
                 whole = ring_s(size * weights, replicas, stride, H100)
                 assert sum(piece.reduce_s for piece in found if piece.kind == kind) == pytest.approx(whole), path
+
+
+@pytest.mark.parametrize(("memory", "num_ranks", "in_node"), [(16, 256, 1), (4, 256, 2), (1, 256, 8), (4, 16, 2)])
+def test_rows_of_replicas_cross_between_nodes_once(memory: int, num_ranks: int, in_node: int) -> None:
+    """Replicas of a node share its adapters; those of one node have none between them."""
+    rows = ("optimizer.tables=row_wise", "optimizer.table_gradients=rows")
+    config = large(*rows, f"parallel.memory={memory}", "parallel.tensor=1", "parallel.virtual_pipeline=1")
+    division, found = Division.of(config, num_ranks), step_time(config, num_ranks, H100)
+    sent = replica_bytes(config, stages_of(config)[found.slowest_stage], division)
+    across = sent / in_node / H100.network_bytes_per_s if division.stage_ranks > 8 else 0.0
+    within = sent / H100.nvlink_bytes_per_s if in_node > 1 else 0.0
+    assert 0 < found.by_part[TimePart.MEMORY_REDUCTION] == pytest.approx(max(across, within))
+
+
+def test_copies_of_two_stages_in_a_node_are_added_up_there() -> None:
+    keys = (
+        "optimizer.tables=row_wise",
+        "optimizer.table_gradients=rows",
+        "parallel.pipeline=2",
+        "train.global_batch_size=64",
+    )
+    config = load_config(REPOSITORY / "configs" / "tide" / "750m.yaml", [*keys, "parallel.memory=4"])
+    for num_ranks, per_second in ((8, H100.nvlink_bytes_per_s), (16, H100.network_bytes_per_s)):
+        alone = replace(config, parallel=replace(config.parallel, memory=num_ranks // 2))
+        division, found = Division.of(alone, num_ranks), step_time(alone, num_ranks, H100)
+        sent = copies_bytes(alone, stages_of(alone)[found.slowest_stage], division)
+        assert 0 < found.by_part[TimePart.MEMORY_REDUCTION] == pytest.approx(sent / per_second)
 
 
 def test_a_gather_crosses_between_nodes_once() -> None:

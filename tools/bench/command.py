@@ -305,9 +305,7 @@ def run_bench_context(args: argparse.Namespace) -> int:
 def _load_trained(args: argparse.Namespace) -> dict[str, RunConfig]:
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}: nothing is measured with less than 1")
-    configs = load_configs(args)
-    num_ranks = _most_ranks(args, configs.values())
-    return {name: settled(config, num_ranks) for name, config in configs.items()}
+    return {name: settled(config) for name, config in load_configs(args).items()}
 
 
 def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:

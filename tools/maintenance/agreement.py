@@ -19,6 +19,8 @@ _PADDED = ("tables", "dense", "copies")
 # By the axes of a dry run's groups: what of `StageSent` they send.
 _AXES: Mapping[str, str] = {
     "memory": "memory",
+    # The next step's ids, for tables in files.
+    "stage": "memory",
     "context": "context",
     "tensor": "tensor",
     "table replicas": "tables",
@@ -30,7 +32,7 @@ _ROW_SUMS = ("memory", "table columns")
 _OF_HALOS = "tensor x context"
 """The axis over which hidden states look back where both cut sequences; a mixture sums its router's figures over it."""
 
-_OF_PIECES = ("table replicas", "data")
+_OF_PIECES = ("table replicas", "data", "stage")
 """Axes that send each other pieces of hidden matrices (`optimizer.matrices: muon`), of sizes of their own, and nothing
 else in that way. (Equal parts are of gradients of tables in bf16.)"""
 

@@ -27,7 +27,7 @@ from pretrain.config.source import (
     to_plain,
 )
 from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
-from pretrain.config.table_gradients import chosen, gradients_problems
+from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
@@ -138,7 +138,7 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
     kernels = config.train.kernels if config.train.kernels == "naive" else "auto"
     validate(replace(config, train=replace(config.train, kernels=kernels)), None)
     written = None
-    problems = (each(config, args.gpus) for each in (layout_problems, batch_problems, gradients_problems))
+    problems = (each(config, args.gpus) for each in (layout_problems, batch_problems))
     if next(chain.from_iterable(problems), None) is None:
         written = estimate(config, args.gpus, hardware)
     if args.as_written:
@@ -173,7 +173,7 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
         asked = replace(
             best.config, optimizer=replace(best.config.optimizer, table_gradients=config.optimizer.table_gradients)
         )
-        if (choice := chosen(asked, args.gpus)) is not None:
+        if (choice := chosen(asked)) is not None:
             print(f"\n{choice.text}.")
         print("\n".join(details(best, args.gpus, hardware)))
     if args.plot is not None:

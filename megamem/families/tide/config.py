@@ -34,7 +34,7 @@ class TideConfig(TokenTableConfig):
 
     @property
     def lookup(self) -> Lookup:
-        return Lookup(self.num_tables, bins=self.num_tables)
+        return Lookup(self.num_tables, bins=self.num_tables, learns_scores=False)
 
     @property
     def observed(self) -> Observed:

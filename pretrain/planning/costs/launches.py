@@ -5,6 +5,7 @@ from __future__ import annotations
 from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.costs.stages import Blocks, Stage
 
 LAUNCHES_DENSE = (37, 42)
@@ -44,6 +45,11 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     if columns_meet_first(layout.memory_rows, layout.memory_columns, tokens):
         of_rows += LAUNCHES_MEETING[way]
     moe, memories = config.model.moe, stage.num_lookups * (LAUNCHES_MEMORY[way] + of_rows)
+    if has_scales(config):
+        # One product with the scale for what is gathered of each table; scores may have no gradient.
+        for family in stage.families:
+            of_lookup = len(family.memory.tables) - way * (not family.memory.lookup.learns_scores)
+            memories += len(family.lookups) * of_lookup
     of_experts = 0
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // layout.memory * LAUNCHES_EXPERT[way]

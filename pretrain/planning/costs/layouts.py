@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.table_gradients import gradients_problems, settled
+from pretrain.config.table_gradients import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.hardware import Hardware
@@ -88,8 +87,8 @@ class Estimate:
 
 
 def estimate(config: RunConfig, num_ranks: int, hardware: Hardware) -> Estimate:
-    """Estimate of a configuration that is valid on `num_ranks` ranks, with what they settle."""
-    config = settled(config, num_ranks)
+    """Estimate of a configuration that is valid on `num_ranks` ranks, with what a run settles."""
+    config = settled(config)
     return Estimate(config, stage_bytes(config, num_ranks), step_time(config, num_ranks, hardware))
 
 
@@ -128,8 +127,7 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
                         continue
                     for memory, row_parts in _memory_groups(config, num_ranks // pipeline):
                         split = replace(config, parallel=replace(layout, memory=memory, memory_rows=row_parts))
-                        problems = chain(layout_problems(split, num_ranks), gradients_problems(split, num_ranks))
-                        if next(problems, None) is None:
+                        if next(layout_problems(split, num_ranks), None) is None:
                             yield split
 
 

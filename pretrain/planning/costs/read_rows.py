@@ -7,12 +7,13 @@ as many as were read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import chain
 
 from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
+from parallel.layout import coefficients_per_rank
+from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files, keeps_rows
 from pretrain.planning.costs.stages import Division, FamilyInStage, Stage
@@ -45,25 +46,45 @@ def has_files(config: RunConfig) -> bool:
     return any(lies_in_files(config, memory) for memory in config.model.memories)
 
 
+def has_scales(config: RunConfig) -> bool:
+    """True if tables have a scale, by which a weight decay reaches rows that a step does not read."""
+    return has_read_rows(config) and table_decay(config.optimizer) > 0
+
+
+def scaled_bytes(config: RunConfig, memory: MemoryConfig, tokens: int, *, backward: bool) -> float:
+    """Bytes that a rank moves to multiply what a lookup of so many tokens has gathered by the scales of tables.
+
+    Forward those are sums of values and products of pre-values, backward gradients of what weights the ones, and of inputs of
+    the others.
+    """
+    if not has_scales(config):
+        return 0.0
+    lookup, columns, has_pre_values = memory.lookup, config.parallel.memory_columns, bool(memory.width("pre_values"))
+    if backward:
+        weights = lookup.rows * coefficients_per_rank(lookup.scores, columns)
+        elements = weights * lookup.learns_scores + memory.width("pre_values") / columns
+    else:
+        elements = lookup.bins * memory.width("values") / columns + lookup.rows * has_pre_values
+    return 2 * config.train.element_bytes * tokens * elements
+
+
 def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
-    total = 0.0
-    for family in stage.families:
-        memory = family.memory
-        if lies_in_files(config, memory):
-            # Layers that share a bank read the same rows of it.
-            of_banks = _most_rows_of_banks(config, stage, division, family, 1, most_lookups=1)
-            width = memory.row_width / config.parallel.memory_columns
-            total += 2 * sum(of_banks) * (width * config.train.element_bytes + _PER_FETCHED_ROW)
-    return total
+    # Each replica updates the rows of all.
+    of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+    return 2 * sum(
+        rows * (memory.row_width / config.parallel.memory_columns * config.train.element_bytes + _PER_FETCHED_ROW)
+        for memory, rows in of_all
+        if lies_in_files(config, memory)
+    )
 
 
-def ids_ahead_bytes(config: RunConfig) -> float:
-    """Bytes that a rank sends per step so that all of its memory group know the next one's tokens, where tables lie in files:
-    ids and positions, in 4 bytes each, of its share of the samples."""
+def ids_ahead_bytes(config: RunConfig, division: Division) -> float:
+    """Bytes that a rank sends per step so that all of its stage know the next one's tokens, where tables lie in files: ids and
+    positions, in 4 bytes each, of its share of the samples."""
     if not has_files(config):
         return 0.0
-    size, train = config.parallel.memory, config.train
+    size, train = division.stage_ranks, config.train
     return (size - 1) * -(-train.global_batch_size // size) * train.sequence_length * 2 * 4
 
 
@@ -85,18 +106,15 @@ def most_rows_of_families(
 
 
 def _most_rows_of_banks(
-    config: RunConfig,
-    stage: Stage,
-    division: Division,
-    family: FamilyInStage,
-    num_replicas: int,
-    most_lookups: float = math.inf,
+    config: RunConfig, stage: Stage, division: Division, family: FamilyInStage, num_replicas: int
 ) -> Iterator[float]:
-    """The same by bank of a family, of so many lookups of a microbatch at the most."""
+    """The same by bank of a family."""
     layout = config.parallel
     entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
     for rows, lookups in _lookups_of_banks(stage, family):
-        yield min(entries * num_replicas * min(lookups, most_lookups), rows / layout.memory_rows)
+        # All layers read the same rows of a bank that every stage holds.
+        different = 1 if _has_copies(stage, family) else lookups
+        yield min(entries * num_replicas * different, rows / layout.memory_rows)
 
 
 def read_elements(config: RunConfig, stage: Stage, division: Division, *, num_replicas: int = 1) -> float:
@@ -108,6 +126,16 @@ def read_elements(config: RunConfig, stage: Stage, division: Division, *, num_re
 def updated_elements(config: RunConfig, stage: Stage, division: Division) -> float:
     """Elements of the rows that a step can update at the most: those that all replicas read, on each of them."""
     return read_elements(config, stage, division, num_replicas=division.table_replicas)
+
+
+def copied_elements_read(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Elements of the rows that a replica reads of banks of which every stage has a copy: the same rows on all stages."""
+    return sum(
+        number * family.memory.row_width / config.parallel.memory_columns
+        for family in stage.families
+        if _has_copies(stage, family)
+        for number in _most_rows_of_banks(config, stage, division, family, 1)
+    )
 
 
 def replica_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -156,6 +184,11 @@ def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> 
         for _, lookups in _lookups_of_banks(stage, family)
     ]
     return max(reads, default=0.0) * config.parallel.memory * division.rank_tokens
+
+
+def _has_copies(stage: Stage, family: FamilyInStage) -> bool:
+    """True if every stage holds the trained bank of a family."""
+    return any(bank.on_every_stage for bank in stage.trained_banks if bank.memory.kind == family.memory.kind)
 
 
 def _lookups_of_banks(stage: Stage, family: FamilyInStage) -> list[tuple[int, float]]:

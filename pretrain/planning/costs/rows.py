@@ -26,6 +26,7 @@ from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.stages import Stage
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
@@ -46,7 +47,7 @@ class RowSeconds:
 
     Attributes:
         gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
-        ids: copies of ids and coefficients.
+        ids: copies of ids and coefficients, and products of what is gathered with scales of tables.
         sort: of the entries by row.
         gradients: sums over the entries of each row, added to the tables' gradients.
     """
@@ -88,10 +89,12 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
 def _forward(
     config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
-    """Forward pass of a lookup; with parts of rows the place of each entry in the rank's part comes first."""
+    """Forward pass of a lookup; with parts of rows the place of each entry in the rank's part comes first, and with a scale
+    the product with it last."""
     placed = 2 * bytes_per_id(bank_rows * memory.lookup.bins) * (config.parallel.memory_rows > 1)
-    placing = RowSeconds(ids=num_entries * placed / hardware.stream_bytes_per_s)
-    return _one_way(config, memory, bank_rows, num_entries, hardware) + placing
+    scaled = scaled_bytes(config, memory, num_entries // memory.lookup.rows, backward=False)
+    copying = RowSeconds(ids=(num_entries * placed + scaled) / hardware.stream_bytes_per_s)
+    return _one_way(config, memory, bank_rows, num_entries, hardware) + copying
 
 
 def _one_way(
@@ -158,7 +161,8 @@ def _backward(
             vectors = num_entries // memory.lookup.rows * width * config.train.element_bytes
             missed = max(0.0, 1 - CACHED_BYTES / vectors) * moved_bytes(width * config.train.element_bytes)
             accumulating += entries * missed / hardware.gather_bytes_per_s
-    own = RowSeconds(sort=sorting, gradients=accumulating)
+    scaled = scaled_bytes(config, memory, num_entries // memory.lookup.rows, backward=True)
+    own = RowSeconds(ids=scaled / hardware.stream_bytes_per_s, sort=sorting, gradients=accumulating)
     return own + _one_way(config, memory, bank_rows, num_entries, hardware)
 
 

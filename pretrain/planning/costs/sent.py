@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamem.token_tables.config import MixedValuesConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
-from pretrain.planning.costs.held import copied_elements
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.read_rows import has_read_rows, ids_ahead_bytes, most_rows_of_families, replica_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.traffic import context_bytes, halo_bytes, lookup_bytes
+from pretrain.planning.costs.traffic import context_bytes, copies_bytes, follows_heads, halo_bytes, lookup_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense
 
 _ROW_SUM = 4
@@ -53,10 +53,10 @@ class StageSent:
 def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
     """Bytes that a rank of every stage sends per step, first stage to last."""
     division = Division.of(config, num_ranks)
-    return tuple(_sent(config, stage, division, num_ranks) for stage in stages_of(config))
+    return tuple(_sent(config, stage, division) for stage in stages_of(config))
 
 
-def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -> StageSent:
+def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
     layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
     hidden = division.rank_tokens * config.model.hidden_size * element
     # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
@@ -73,7 +73,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
 
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
-        + ids_ahead_bytes(config),
+        + ids_ahead_bytes(config, division),
         context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
         tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
         + _tensor_sums(config, stage, division),
@@ -84,7 +84,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
         + _row_sums(config, stage, division),
         dense=ring(width * trained_dense(config, stage), division.replicas * layout.context),
         matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
-        copies=2 * (layout.pipeline - 1) * GRADIENT_BYTES * copied_elements(config.model) / num_ranks,
+        copies=copies_bytes(config, stage, division),
     )
 
 
@@ -131,6 +131,7 @@ def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of hidden states and latents that a rank sends to tensor-parallel ranks in one microbatch."""
     elements = _tensor_passes(config, stage) * config.model.hidden_size + _latents(config, stage)
+    elements += _shared_heads(config, stage) + _mixed_values(config, stage)
     return (config.parallel.tensor - 1) * division.rank_tokens * elements * config.train.element_bytes
 
 
@@ -179,6 +180,31 @@ def _latents(config: RunConfig, stage: Stage) -> float:
 
     backward_passes = 2 if config.train.recompute == "full" else 1
     return one_way(stage.blocks) + backward_passes * one_way(stage.backward) + gathered(stage.trained_blocks)
+
+
+def _shared_heads(config: RunConfig, stage: Stage) -> float:
+    """Elements per token of queries, keys and values that each rank gathers where there are fewer key/value heads than ranks,
+    and whose gradients it scatters."""
+    model = config.model
+    if model.latent_attention is not None or config.parallel.tensor <= model.query_groups:
+        return 0.0
+    passes = stage.blocks.num + (2 if config.train.recompute == "full" else 1) * stage.backward.num
+    return passes * model.attention_head_dim * (model.num_attention_heads + 2 * model.query_groups)
+
+
+def _mixed_values(config: RunConfig, stage: Stage) -> float:
+    """Elements per token that memories in attention's values send to each other rank: mixed rows, unless the columns that a
+    rank holds are those of its heads, and gates of the standard path.
+
+    A rank has all heads of its own tokens, and hands each rank its heads, or all of them where ranks share one.
+    """
+    model, tensor = config.model, config.parallel.tensor
+    memory = model.memory
+    if not isinstance(memory, MixedValuesConfig) or model.latent_attention is not None:
+        return 0.0
+    elements = memory.value_dim * (not follows_heads(config)) + memory.num_gate_heads * memory.gated_standard_path
+    passes = stage.blocks.memories + (2 if config.train.recompute == "full" else 1) * stage.backward.memories
+    return passes * elements / (1 if tensor > model.query_groups else tensor)
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:

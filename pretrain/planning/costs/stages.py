@@ -96,12 +96,14 @@ class BankInStage:
         chunk: the first of the stage's chunks that reads it.
         blocks_below: blocks of that chunk below the first that reads it: when backward is there, its gradient is
             complete, and when forward is, it is needed.
+        on_every_stage: see `megamem.sharing.BankSpec`.
     """
 
     memory: MemoryConfig
     elements: int
     chunk: int
     blocks_below: int
+    on_every_stage: bool
 
     @property
     def num_rows(self) -> int:
@@ -275,7 +277,7 @@ def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequ
         chunk, blocks = next((n, chunk.layers) for n, chunk in enumerate(chunks) if reader in chunk.layers)
         memory = model.family_of_bank(bank)
         below = 0 if memory.reads_once else reader - blocks[0]
-        found.append(BankInStage(memory, _elements(model, spec), chunk, below))
+        found.append(BankInStage(memory, _elements(model, spec), chunk, below, spec.on_every_stage))
     return tuple(found)
 
 

@@ -37,7 +37,7 @@ class Part(StrEnum):
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
-_PER_UPDATED_ROW = 162
+_PER_UPDATED_ROW = 190
 """Updates by row: what the operations move that make a row's factor. The dry run of a GPU counts the same."""
 
 

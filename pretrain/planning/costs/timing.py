@@ -405,13 +405,13 @@ def _after_backward(
     waits = exposed(config, stage, division, hardware, microbatch_s / passes, microbatch_s * (passes - 1) / passes)
     kinds = ((TimePart.MEMORY_REDUCTION, Weights.TABLES), (TimePart.REDUCTION, Weights.DENSE))
     parts = {part: waits.reduce_s[kind] + waits.gather_s[kind] for part, kind in kinds}
-    # The stages add up the gradients of banks that each has a copy of after all else.
-    num_ranks = division.table_replicas * layout.memory * layout.pipeline
-    parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
-    in_node = division.table_replicas * layout.memory <= hardware.gpus_per_node
-    parts[TimePart.MEMORY_REDUCTION] += replica_bytes(config, stage, division) / (
-        hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s
-    )
+    # After all else stages add up the gradients of banks that each has a copy of, and replicas the rows that they have read.
+    for sent, size, stride in (
+        (copies_bytes(config, stage, division), layout.pipeline, division.stage_ranks),
+        (replica_bytes(config, stage, division), division.table_replicas, layout.memory),
+    ):
+        # What a ring of this size sends is (size - 1) / size of it.
+        parts[TimePart.MEMORY_REDUCTION] += ring_s(sent * size / max(1, size - 1), size, stride, hardware)
     for part, weights, replicas in (
         (TimePart.MEMORY_UPDATE, trained_tables(config, stage), division.table_replicas),
         (TimePart.UPDATE, trained_dense(config, stage), division.replicas * layout.context),

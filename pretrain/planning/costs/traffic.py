@@ -7,7 +7,7 @@ coefficients per row and rank, V value dim, P pre-value dim, B bins.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from kernels.common.ids import bytes_per_id
@@ -15,7 +15,8 @@ from megamem.memory_config import MemoryConfig
 from parallel.layout import coefficients_per_rank, columns_meet_first, halo_tokens_returned, halo_tokens_sent
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.held import copied_elements
+from pretrain.config.updates import GRADIENT_BYTES
+from pretrain.planning.costs.read_rows import copied_elements_read, has_read_rows
 from pretrain.planning.costs.stages import Division, Stage, stages_of
 
 
@@ -159,7 +160,7 @@ def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
 def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[WayBytes, WayBytes]:
     """The same, of all forward passes and of backward.
 
-    A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
+    A read before the blocks is not recomputed.
     """
     forward = backward = WayBytes()
     traffic_of = partial(
@@ -173,8 +174,6 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
 
     def ways_of(memory: MemoryConfig, rows: int) -> tuple[WayBytes, WayBytes]:
         lookup = traffic_of(memory, rows)
-        if stage.reads_before_blocks:
-            lookup = replace(lookup, meeting_coefficients=0, coefficient_gradients=0)
         return lookup.forward_way, lookup.backward_way
 
     for family in stage.families:
@@ -198,13 +197,18 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
     return division.num_microbatches * per_microbatch // config.parallel.pipeline
 
 
-def copies_bytes(config: RunConfig, num_ranks: int) -> int:
+def copies_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes that a rank sends per optimizer step to add up the stages' gradients of the banks that each has a copy of.
 
-    With P stages it sends 2 (P - 1) / P times its share: the bank's fp32 gradient, divided by the ranks of a stage.
+    With P stages it sends 2 (P - 1) / P times its share: the bank's fp32 gradient, divided by the ranks of a stage, or the
+    rows that its replica has read.
     """
+    if has_read_rows(config):
+        elements = copied_elements_read(config, stage, division)
+    else:
+        elements = sum(bank.elements for bank in stage.trained_banks if bank.on_every_stage) / division.stage_ranks
     stages = config.parallel.pipeline
-    return 2 * (stages - 1) * 4 * copied_elements(config.model) // num_ranks
+    return 2 * (stages - 1) / stages * GRADIENT_BYTES * elements
 
 
 def context_bytes(config: RunConfig, stage: Stage) -> int:

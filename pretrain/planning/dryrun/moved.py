@@ -1,8 +1,9 @@
 """Bytes that a GPU's operations read and write, by the line of ours that asks for them.
 
-An operation moves each tensor that its schema names once, whole. A gather moves a sector for each element that it takes,
-if that is less, and an accumulation by index sorts its indices first. Products of matrices, whose operations take longer
-than their bytes, and reads and sums of tables are left out: `pretrain.planning.costs` has both by formulas of their own.
+An operation moves each tensor that its schema names once, whole, and one in place twice. A gather moves a sector for each
+element that it takes, if that is less, and an accumulation by index sorts its indices first. Products of matrices, whose
+operations take longer than their bytes, and reads and sums of tables are left out: `pretrain.planning.costs` has both by
+formulas of their own.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class MovedBytes(TorchDispatchMode):
         if func.namespace in ("aten", "megamem_dryrun") and packet not in _PRODUCTS | ROOM:
             line = self._lines.line()
             reads, writes = accesses(func, args, kwargs, out)
+            if packet in _IN_PLACE:
+                reads = [*reads, *writes]
             if any(map(is_on_device, (*reads, *writes))):
                 self._add(line, _OPERATIONS.get(packet, _whole)(reads, writes))
         return out
@@ -128,6 +131,24 @@ def _updated(arguments: Mapping[str, Any]) -> int:
 
 
 _INDEX, _RADIX_BITS = 8, 8
+_IN_PLACE = {
+    getattr(_aten, f"{name}_")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "pow",
+        "clamp",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+    )
+}
+"""Operations that read what they write, of which their schemas say the latter alone."""
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _OPERATIONS: dict[Any, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {
     _aten.gather: _gathered,

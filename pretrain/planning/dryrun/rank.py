@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from kernels.common.table_scale import scale_of
 from kernels.select import Kernels, assemble, implementation_of, resolve
 from megamem.documents import document_bounds
 from parallel.groups import ParallelGroups
@@ -35,6 +36,7 @@ from pretrain.engine.step import Batch, train_step
 from pretrain.engine.stored_tables import StoredTable, stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.dryrun import commands
 from pretrain.planning.dryrun.budgets import CommandTraffic
 from pretrain.planning.dryrun.collectives import Collective
@@ -271,6 +273,11 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     optimizer.set_num_updates(lambda _: 0)
+    if has_scales(config):
+        for table in (table for chunk in bare for bank in chunk.own_banks for table in bank.parameters()):
+            if (scale := scale_of(table)) is not None:
+                # As after an update: gathers multiply by any but 1.
+                scale.value = 0.5
     return chunks, optimizer
 
 

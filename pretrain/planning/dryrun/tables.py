@@ -90,5 +90,5 @@ class DryReads(StepReads):
 
     def own_ids(self, samples: range) -> Tensor:
         """See `StepReads.own_ids`; on the device."""
-        share = -(-len(samples) // self.groups.megatron.ep.size())
+        share = -(-len(samples) // self.ranks.size())
         return torch.empty(2, share, self.sequence_length, dtype=torch.int32, device=self.groups.device)

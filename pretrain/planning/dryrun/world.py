@@ -59,6 +59,7 @@ _AXES = {
     "expt_dp": "table replicas",
     "embd": "embeddings",
     "tp_cp": "tensor x context",
+    "tp_dp_cp": "stage",
     "mp": "model",
 }
 

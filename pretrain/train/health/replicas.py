@@ -47,13 +47,18 @@ class Difference:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """[] int64 on the tensor's device: the hash of a contiguous tensor."""
-    bits = tensor.detach().view(-1).view(_INTEGER_OF_BYTES[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(bits.split(PART_ELEMENTS)):
-        first = 2 * number * PART_ELEMENTS + 1
-        factors = torch.arange(first, first + 2 * part.numel(), 2, dtype=torch.int64, device=tensor.device)
-        total += (part.to(torch.int64) * factors).sum()
+    """[] int64 on the tensor's device: the hash of a contiguous tensor, or of a matrix whose rows lie apart."""
+    whole = tensor.detach()
+    if whole.is_contiguous():
+        parts = whole.view(-1).split(PART_ELEMENTS)
+    else:
+        parts = whole.split(max(1, PART_ELEMENTS // whole.shape[1]))
+    total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
+    for part in parts:
+        bits = part.reshape(-1).view(_INTEGER_OF_BYTES[tensor.element_size()]).to(torch.int64)
+        factors = torch.arange(first, first + 2 * bits.numel(), 2, dtype=torch.int64, device=tensor.device)
+        total += (bits * factors).sum()
+        first += 2 * bits.numel()
     return total
 
 
@@ -67,7 +72,8 @@ def differing_replicas(run: Run) -> tuple[Difference, ...]:
     for group, tensors in _replicated(run):
         if group.size() == 1 or not tensors:
             continue
-        digests = torch.stack([digest(tensor) for tensor in tensors.values()])
+        # Tables in files are in host memory.
+        digests = torch.stack([digest(tensor).to(run.groups.device) for tensor in tensors.values()])
         # The largest, and by the complement the smallest, in one.
         ends = torch.stack([digests, ~digests])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)

@@ -33,40 +33,31 @@ def test_rows_are_taken_up_to_one_read_for_two(num_keys: int, taken: str) -> Non
     config = quickstart(f"model.memory.num_keys={num_keys}")
     reads, rows = 8 * 256 * 64, num_keys**2
     assert (reads / rows <= MOST_READS) == (taken == "rows")
-    choice = chosen(config, 1)
+    choice = chosen(config)
     assert choice is not None
     assert choice.taken == taken
     assert f"a step reads {reads:,} times from {rows:,} rows, {reads / rows:.3g} times each" in choice.text
     assert choice.text.startswith(f"optimizer.table_gradients (auto): {taken}: ")
-    assert settled(config, 1).optimizer.table_gradients == taken
+    assert settled(config).optimizer.table_gradients == taken
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_ranks", "reason"),
+    ("overrides", "reason"),
     [
-        (("optimizer.value_weight_decay=1000", "optimizer.lr=0.01"), 1, "weight decay 1000 times"),
-        (("train.kernels=naive",), 1, "train.kernels is naive"),
+        (("optimizer.value_weight_decay=1000", "optimizer.lr=0.01"), "weight decay 1000 times"),
+        (("train.kernels=naive",), "train.kernels is naive"),
     ],
 )
-def test_what_tables_cannot_have_falls_to_dense_with_the_reason(
-    overrides: tuple[str, ...], num_ranks: int, reason: str
-) -> None:
-    choice = chosen(quickstart(SMALL, *overrides), num_ranks)
+def test_what_tables_cannot_have_falls_to_dense_with_the_reason(overrides: tuple[str, ...], reason: str) -> None:
+    choice = chosen(quickstart(SMALL, *overrides))
     assert choice is not None
     assert choice.taken == "dense"
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize("memory", [1, 2, 4])
-def test_parts_and_replicas_have_rows(memory: int) -> None:
-    choice = chosen(quickstart(SMALL, f"parallel.memory={memory}"), 4)
-    assert choice is not None
-    assert choice.taken == "rows"
-
-
 def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
     move = load_config(REPOSITORY / "configs" / "compare" / "optimizers" / "move_row_wise.yaml", [*KEYS])
-    choice = chosen(replace(move, model=replace(move.model, vocab_size=None)), 1)
+    choice = chosen(replace(move, model=replace(move.model, vocab_size=None)))
     assert choice is not None
     assert choice.taken == "dense"
     assert "model.vocab_size" in choice.reason
@@ -75,18 +66,18 @@ def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
 def test_nothing_is_chosen_where_nothing_was_left_open() -> None:
     for keys in (("optimizer.table_gradients=dense",), ("optimizer.table_gradients=rows",)):
         config = quickstart(SMALL, *keys)
-        assert chosen(config, 1) is None
-        assert settled(config, 1) == config
-    assert chosen(load_config(QUICKSTART), 1) is None
+        assert chosen(config) is None
+        assert settled(config) == config
+    assert chosen(load_config(QUICKSTART)) is None
     # Without a memory nothing reads the key.
     without = replace(quickstart(SMALL), model=replace(quickstart(SMALL).model, memory=None))
-    assert chosen(without, 1) is None
+    assert chosen(without) is None
 
 
 def test_a_dtype_is_that_of_dense_gradients_alone() -> None:
     dtype = "optimizer.table_gradient_dtype=bf16"
-    assert settled(quickstart(SMALL, dtype), 1).optimizer.table_gradient_dtype == "fp32"
-    assert settled(quickstart("model.memory.num_keys=511", dtype), 1).optimizer.table_gradient_dtype == "bf16"
+    assert settled(quickstart(SMALL, dtype)).optimizer.table_gradient_dtype == "fp32"
+    assert settled(quickstart("model.memory.num_keys=511", dtype)).optimizer.table_gradient_dtype == "bf16"
 
 
 def test_the_last_choice_is_what_is_validated_and_estimated() -> None:
@@ -96,7 +87,7 @@ def test_the_last_choice_is_what_is_validated_and_estimated() -> None:
         sized = replace(config, model=replace(config.model, vocab_size=4096))
         found = estimate(sized, num_ranks, load_hardware("h100-80g"))
         assert found.config.optimizer.table_gradients == taken
-        assert found == estimate(settled(sized, num_ranks), num_ranks, load_hardware("h100-80g"))
+        assert found == estimate(settled(sized), num_ranks, load_hardware("h100-80g"))
 
 
 def test_every_layer_of_a_model_reads() -> None:
@@ -104,7 +95,7 @@ def test_every_layer_of_a_model_reads() -> None:
     optimizer = OptimizerConfig(tables="row_wise", table_gradients="auto")
     config = quickstart(SMALL)
     model: Any = replace(config.model, memory=memory, num_layers=3)
-    choice = chosen(replace(config, model=model, optimizer=optimizer), 1)
+    choice = chosen(replace(config, model=model, optimizer=optimizer))
     assert choice is not None
     reads = 8 * 256 * memory.lookup.rows * model.num_memory_layers
     assert f"reads {reads:,} times from {sum(b.num_rows for b in model.memory_plan.banks):,} rows" in choice.reason
