@@ -35,6 +35,7 @@ def test_compute_rows_and_reads() -> None:
     found = fit(amounts, losses)
     for (_, exponent), name in zip(terms, amounts, strict=True):
         assert found.exponents[name] == pytest.approx(exponent, rel=0.02)
+    assert (found.useless, found.unsettled) == ([], [])
     unseen = {"compute": 64e12, "rows": 1e6, "reads": 128.0}
     assert found.predict(unseen) == pytest.approx(law(1.7, terms, list(unseen.values())), abs=2e-3)
 
@@ -53,6 +54,8 @@ def test_terms_are_not_negative() -> None:
     found = fit({"compute": [1.0, 2.0, 4.0]}, [3.0, 3.1, 3.2])
     assert found.factors["compute"] == 0.0
     assert found.floor == pytest.approx(3.1)
+    assert found.useless == ["compute"]
+    assert found.unsettled == []
     # Those that fall ever faster have no floor.
     assert fit({"compute": [1.0, 2.0, 4.0]}, [3.0, 2.9, 2.0]).floor == 0.0
 
@@ -88,6 +91,19 @@ def test_the_largest_is_held_out_and_predicted() -> None:
     assert "| dense_3 | 4.0 | 2.1250 | 2.1250 |" in text
     # What a law has to beat: the largest model that it was fitted to.
     assert text.rstrip().endswith("| +0.1250 |")
+
+
+def test_terms_that_say_nothing_are_named() -> None:
+    """Losses that rows raise, and that fall by as much with each fourfold of compute: no power does that."""
+    grid = [(n, 10.0**r) for n in range(4) for r in range(1, 4)]
+    points = [
+        point(f"m{i}", 4.0**n, 3 - 0.01 * n + rows / 1e4, "memory", rows=rows, reads=16.0)
+        for i, (n, rows) in enumerate(grid)
+    ]
+    text = report(points, ["m11"])
+    assert "- memory: more rows do not lower these losses" in text
+    assert "- memory: these losses leave the exponent of compute open" in text
+    assert " / N^" not in text
 
 
 def test_others_may_be_held_out() -> None:

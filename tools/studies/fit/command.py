@@ -151,6 +151,8 @@ def report(points: Sequence[Point], hold_out: Sequence[str] | None = None) -> st
         except ValueError as error:
             lack.append(f"- {family}, no fit: {error}")
             continue
+        lack += [f"- {family}: more {name} do not lower these losses" for name in law.useless]
+        lack += [f"- {family}: these losses leave the exponent of {name} open" for name in law.unsettled]
         laws.append((family, ", ".join(p.name for p in seen), formula(law), f"{law.residual:.4f}"))
         nearest = largest(seen)
         for point in held:
@@ -225,5 +227,6 @@ def formula(law: Law) -> str:
     terms = [
         f"{factor * law.means[name] ** law.exponents[name]:.4g} / {symbols[name]}^{law.exponents[name]:.3f}"
         for name, factor in law.factors.items()
+        if factor > 0
     ]
     return " + ".join([f"{law.floor:.3f}", *terms])

@@ -44,6 +44,20 @@ class Law:
     means: Mapping[str, float]
     residual: float
 
+    @property
+    def useless(self) -> list[str]:
+        """Resources of which more does not lower the fitted losses."""
+        return [name for name, factor in self.factors.items() if factor == 0]
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Other resources whose exponent is at an end of those that are searched: the fitted losses say little of it."""
+        return [
+            name
+            for name, exponent in self.exponents.items()
+            if self.factors[name] > 0 and any(math.isclose(exponent, end, rel_tol=1e-3) for end in _EXPONENTS)
+        ]
+
     def predict(self, amounts: Mapping[str, float]) -> float:
         """The loss of a model with these amounts of its resources."""
         terms = (
