@@ -335,6 +335,8 @@ class StoredTables:
         if copied is not None:
             copied.synchronize()
         started = time.perf_counter()
+        # The system may have dropped them meanwhile.
+        self._files.bring(table.records, staged.rows)
         for whole, rows in zip((table.parameter.detach(), *table.state), updated, strict=True):
             whole.index_copy_(0, staged.rows, rows)
         self.waits.writing_s += time.perf_counter() - started
