@@ -75,6 +75,7 @@ OTHERS = {
     "cancel": "wants a cluster: see test_slurm.py",
     "cluster check": "wants a cluster: see test_slurm.py",
     "study bench step": "prints",
+    "study fit": "prints",
     "study bench kernels": "prints",
     "study bench context": "prints",
     "study bench generate": "prints",

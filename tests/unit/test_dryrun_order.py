@@ -34,6 +34,8 @@ RING = replace(ALONE, parallel=ParallelConfig(context=2, context_attention="ring
 RECOMPUTED = replace(ALONE, train=replace(ALONE.train, recompute="full"))
 OFFLOADED = replace(ALONE, optimizer=OptimizerConfig(value_offload="cpu"))
 TWO_BATCHES = replace(ALONE, train=replace(ALONE.train, global_batch_size=4))
+OF_FOUR = replace(ALONE, train=replace(ALONE.train, global_batch_size=4))
+"""On four ranks, of which two have the same columns of tables: these are gathered, and their gradients reduced."""
 DEEPER = replace(ALONE, model=replace(ALONE.model, num_layers=2))
 LAYOUTS = {
     "tensor, pipeline": replace(DEEPER, parallel=ParallelConfig(tensor=2, pipeline=2, memory=2)),
@@ -262,65 +264,65 @@ def copies_that_wait_for_nobody(*, first: bool) -> Plant:
     return plant
 
 
-RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
-    (ALONE, (
+RUNS: tuple[tuple[RunConfig, int, tuple[tuple[str, Plant, str, str], ...]], ...] = (
+    (ALONE, 2, (
         ("a wait left out before the memory", start(waits=False), "megamem/layers/tucker.py", "megamem/norm.py"),
     )),
-    (ALONE, (
+    (OF_FOUR, 4, (
         ("a wait left out behind the memory", start(joins=False), "megamem/block.py", "megamem/layers/tucker.py"),
         ("tables that are not there", weights_that_are_not_waited_for, "kernels/", "weight_gathering.py"),
     )),
-    (RECOMPUTED, (
+    (RECOMPUTED, 2, (
         ("an input freed early", start(copies=True), "freed", "ultramem_v2/layer.py"),
     )),
-    (TWO_BATCHES, (
+    (TWO_BATCHES, 2, (
         ("backward without a wait", backward_on_a_stream_of_its_own, "parallel/exchange.py", "backward of"),
         ("a batch overwritten before it left", a_batch_buffer_that_is_filled_again, "on the host", "a copy to the device"),
     )),
-    (ALONE, (
+    (ALONE, 2, (
         ("ids that are not there yet", ids_gathered_on_another_stream, "kernels/", "parallel/exchange.py"),
     )),
-    (ALONE, (
+    (OF_FOUR, 4, (
         ("gradients that are reduced too early", gradients_that_no_reduction_waits_for, "reduce_scatter",
          "segment_accumulate writes"),
     )),
-    (ALONE, (
+    (ALONE, 2, (
         ("gradients of what is not there", gradients_on_their_stream(waits=False), "segment_accumulate",
          "allgather_base writes"),
     )),
-    (DEEPER, (
+    (DEEPER, 2, (
         ("operands freed before they are waited for", gradients_released_without_a_wait, "freed", "segment_accumulate"),
     )),
-    (DEEPER, (
+    (DEEPER, 2, (
         ("ids freed early", gradients_on_their_stream(holds=False), "freed", "segment_accumulate"),
     )),
-    (RING, (
+    (RING, 2, (
         ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),
         ("keys overwritten before they left", a_message_that_is_overwritten, "zero_ writes", "send reads"),
     )),
-    (ALONE, (
+    (ALONE, 2, (
         ("a save written before it came", a_save_between_steps(waits=False), "clone reads on the host", "staging.py"),
     )),
-    (ALONE, (
+    (ALONE, 2, (
         ("a save of weights that are still gathered", a_save_between_steps(completes=False), "staging.py",
          "weight_gathering.py"),
     )),
-    (OFFLOADED, (
+    (OFFLOADED, 2, (
         ("gradients that are not there", windows_that_are_not_waited_for, "on the host", "a copy to the host"),
     )),
-    (OFFLOADED, (
+    (replace(OF_FOUR, optimizer=OFFLOADED.optimizer), 4, (
         ("an event recorded too early", windows_with_an_early_event, "on the host", "a copy to the host"),
         ("weights gathered before they came", copies_that_wait_for_nobody(first=False), "weight_gathering.py",
          "a copy to the device"),
     )),
-    (OFFLOADED, (
+    (OFFLOADED, 2, (
         ("one buffer for two windows", windows_in_one_place, "copy_ writes on the host", "a copy to the device"),
         ("gradients copied before they are reduced", copies_that_wait_for_nobody(first=True), "a copy to the host",
          "the default stream"),
     )),
 )  # fmt: skip
-"""Configurations, and what is planted in a run of each: its name, and words of the sentence that tells it."""
-PLANTED = {name: (one, other) for _, plants in RUNS for name, _, one, other in plants}
+"""Configurations, their ranks, and what is planted in a run of each: its name, and words of the sentence that tells it."""
+PLANTED = {name: (one, other) for _, _, plants in RUNS for name, _, one, other in plants}
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +344,10 @@ def races() -> dict[str, list[str]]:
         with patch.object(value_offload, "WINDOW_ELEMENTS", 1 << 9):
             of_layouts = {name: found(LAYOUTS[name], *places) for name, places in PLACES.items()}
             of_layouts["saved"] = found(ALONE, 2, 0, a_save_between_steps())
-            of_runs = [(plants, found(config, 2, 0, *(plant for _, plant, _, _ in plants))) for config, plants in RUNS]
+            of_runs = [
+                (plants, found(config, world, 0, *(plant for _, plant, _, _ in plants)))
+                for config, world, plants in RUNS
+            ]
         return {**of_layouts, **{name: races for plants, races in of_runs for name, _, _, _ in plants}}
 
     return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
