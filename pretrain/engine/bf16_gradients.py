@@ -112,7 +112,7 @@ class Bf16Part(_ParamAndGradBucketGroup):
             self._reduce()
         else:
             self.stream.run(self._reduce)
-        self.grad_reduce_handle = _Reduction(self.stream)
+        self.grad_reduce_handle = Reduction(self.stream)
         if not self.ddp_config.overlap_grad_reduce:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
@@ -122,13 +122,14 @@ class Bf16Part(_ParamAndGradBucketGroup):
             reduce_scatter(bucket.grad_data, self.intra_distributed_optimizer_instance_group)
 
 
-class _Reduction:
-    """A reduction that the current stream can wait for."""
+class Reduction:
+    """A reduction that the current stream can wait for, if it is on another one."""
 
     def __init__(self, stream: GradientStream | None) -> None:
         self._stream = stream
 
     def wait(self) -> None:
+        """Have the current stream wait."""
         if self._stream is not None:
             self._stream.wait()
 

@@ -6,10 +6,8 @@ empty. Groups that another rule than AdamW updates are empty to Megatron (`pretr
 
 from __future__ import annotations
 
-import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +35,7 @@ from pretrain.config.updates import (
 )
 from pretrain.engine.bf16_gradients import TableRoundings
 from pretrain.engine.build import unwrap
+from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sum_of_squares
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
@@ -265,30 +264,6 @@ def _has_rule(ranges: dict[str, Any]) -> bool:
     return ranges["orig_group"]["rule"] is not None
 
 
-@dataclass(frozen=True)
-class GradientNorms:
-    """Norms over all ranks, before clipping.
-
-    Attributes:
-        main: of all parameters, or of all but the tables if these have a norm of their own.
-        tables: of values and pre-values together, or None if they are in `main`.
-    """
-
-    main: float
-    tables: float | None
-
-    @property
-    def are_finite(self) -> bool:
-        return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
-
-
-NORM_PART_ELEMENTS = 1 << 22
-"""Elements of a gradient whose squares are summed at once: 32 MB in fp64."""
-
-NORM_PART_ELEMENTS_ON_CPU = 1 << 18
-"""The same on a CPU, where the fp64 copy stays in the cache: 2 MB."""
-
-
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
@@ -345,7 +320,7 @@ class MemoryOptimizer(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             for group, gradient in optimizer.gradients(counted_once=True):
                 squares[self._is_clipped_apart(group)].append(sum_of_squares(gradient))
-        sums = torch.stack([_sum_in_any_order(of_norm) for of_norm in squares.values()])
+        sums = torch.stack([sum_in_any_order(of_norm) for of_norm in squares.values()])
         torch.distributed.all_reduce(sums)
         # Host sync: the norms decide whether there is an update at all.
         main, tables = sums.sqrt().tolist()
@@ -358,10 +333,10 @@ class MemoryOptimizer(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             for group, gradient in optimizer.gradients(counted_once=False):
                 gradients[self._is_clipped_apart(group)].append(gradient)
-        _scale_to(gradients[False], norms.main, self.config.clip_grad)
+        scale_to(gradients[False], norms.main, self.config.clip_grad)
         if norms.tables is not None:
             assert self._value_clip_grad is not None
-            _scale_to(gradients[True], norms.tables, self._value_clip_grad)
+            scale_to(gradients[True], norms.tables, self._value_clip_grad)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -393,39 +368,6 @@ class MemoryOptimizer(ChainedOptimizer):
 
     def _is_clipped_apart(self, group: GroupName) -> bool:
         return self._value_clip_grad is not None and group in TABLE_GROUPS
-
-
-def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Sum of squares, [] fp64, of a contiguous gradient of any size.
-
-    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table. On a CPU all parts
-    are copied to one place. With a copy for each, and a small result behind it, the next copy would not fit where the last
-    one was, and the heap would grow by 8 bytes per element.
-    """
-    flat = gradient.view(-1)
-    if gradient.is_cuda:
-        parts = flat.split(NORM_PART_ELEMENTS)
-        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
-    parts = flat.split(min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU))
-    copy = torch.empty(len(parts[0]), dtype=torch.float64)
-    norms = torch.empty(len(parts), dtype=torch.float64)
-    for part, norm in zip(parts, norms, strict=True):
-        torch.linalg.vector_norm(copy[: len(part)].copy_(part), out=norm)
-    return norms.square_().sum()
-
-
-def _sum_in_any_order(squares: Sequence[Tensor]) -> Tensor:
-    """Sum of [] fp64 numbers, to the same bit whatever their order; there may be none."""
-    zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    return torch.stack([zero, *squares]).sort().values.sum()
-
-
-def _scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale gradients of a norm in place so that it is `max_norm` at most; 0: any."""
-    # As Megatron has it, with an offset that keeps the quotient finite.
-    coefficient = max_norm / (norm + 1e-6)
-    if max_norm > 0 and coefficient < 1 and gradients:
-        torch._foreach_mul_(gradients, coefficient)
 
 
 def build_optimizer(

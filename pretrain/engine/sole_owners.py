@@ -11,14 +11,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
-from pretrain.engine.bf16_gradients import Bf16Part
-
-
-class _Done:
-    """A collective that nobody has to wait for."""
-
-    def wait(self) -> None:
-        """Return."""
+from pretrain.engine.bf16_gradients import Bf16Part, Reduction
 
 
 def spare_sole_owners(wrapped: DistributedDataParallel) -> None:
@@ -49,4 +42,4 @@ def _start_grad_sync(part: Any, force_all_reduce: bool | None = False) -> None:
     for bucket in part.buckets:
         if bucket.gradient_scaling_factor != 1.0:
             bucket.grad_data *= bucket.gradient_scaling_factor
-    part.grad_reduce_handle = _Done() if settings.overlap_grad_reduce else None
+    part.grad_reduce_handle = Reduction(None) if settings.overlap_grad_reduce else None

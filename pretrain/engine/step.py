@@ -24,8 +24,9 @@ from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums
 from pretrain.engine.build import Chunk, unwrap
+from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.nonfinite import NonFinite, find_non_finite
-from pretrain.engine.optimizer import GradientNorms, MemoryOptimizer
+from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.pipeline_messages import WithoutGradients
 from pretrain.engine.votes import NO_VOTES, SaveVotes
 from pretrain.engine.weight_gathering import wait_for

@@ -21,7 +21,7 @@ import pretrain.train.health.slow_ranks as slow_ranks
 from parallel.hang_watch import HangWatch
 from pretrain.config.health import HealthConfig, SlowRankConfig, SpikeConfig
 from pretrain.config.schema import RunConfig
-from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident

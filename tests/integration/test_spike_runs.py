@@ -20,7 +20,7 @@ from commands import assert_same_tensors, checkpoint, evaluations, steps
 from parallel.launch import RankError
 from pretrain.checkpoint.folder import read_state, sealed
 from pretrain.config.stages import load_stages
-from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.session import session
 from pretrain.errors import StoppedEarly
 from pretrain.run.folder import RunFolder

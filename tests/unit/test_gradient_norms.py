@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import pretrain.engine.optimizer as optimizer_module
-from pretrain.engine.optimizer import sum_of_squares
+from pretrain.engine import gradient_norms
+from pretrain.engine.gradient_norms import sum_of_squares
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_is_that_of_fp64(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 8)
+    monkeypatch.setattr(gradient_norms, "NORM_PART_ELEMENTS", 8)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).mul(1e-4).to(dtype)
     found = sum_of_squares(gradient)
     assert found.dtype == torch.float64
@@ -23,7 +23,7 @@ def test_the_sum_is_that_of_fp64(numel: int, dtype: torch.dtype, monkeypatch: py
 
 
 def test_parts_share_one_copy_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(gradient_norms, "NORM_PART_ELEMENTS", 1 << 10)
     gradient = torch.ones(1 << 16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         sum_of_squares(gradient)
@@ -31,7 +31,7 @@ def test_parts_share_one_copy_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_than_a_part_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(gradient_norms, "NORM_PART_ELEMENTS", 1 << 12)
     gradient = torch.ones(1 << 16)
 
     def largest_allocation(parted: bool) -> int:

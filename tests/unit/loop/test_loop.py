@@ -10,7 +10,7 @@ from megatron.core import tensor_parallel
 
 import pretrain.train.loop as loop
 from megamem.config import ModelConfig
-from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.step import LossSum, StepResult
 from pretrain.engine.votes import SaveVotes
 from pretrain.state import RunState

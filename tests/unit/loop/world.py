@@ -23,7 +23,7 @@ from pretrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.step import LossSum, StepResult
 from pretrain.engine.votes import SaveVotes
 from pretrain.state import RunState

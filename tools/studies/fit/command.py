@@ -16,6 +16,7 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from tools.parameter_table import markdown_table
+from tools.parsers import add_command
 from tools.studies.compare.runs import read_result
 from tools.studies.fit.law import Law, fit, lacking
 
@@ -54,12 +55,12 @@ class Point:
 
 def add_parser(subparsers: Any) -> None:
     """Adds `fit` to the studies of `megamem`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "fit",
-        help="fit losses of several sizes against compute, rows and rows read",
-        description="Fit the losses of finished comparisons, and predict the models that are held out.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "fit losses of several sizes against compute, rows and rows read",
+        _EPILOG,
+        "Fit the losses of finished comparisons, and predict the models that are held out.",
     )
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="the --run-dir of comparisons")
     parser.add_argument(

@@ -1,0 +1,67 @@
+"""Norms of gradients: sums of squares in fp64, and clipping by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms over all ranks, before clipping.
+
+    Attributes:
+        main: of all parameters, or of all but the tables if these have a norm of their own.
+        tables: of values and pre-values together, or None if they are in `main`.
+    """
+
+    main: float
+    tables: float | None
+
+    @property
+    def are_finite(self) -> bool:
+        return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
+
+
+NORM_PART_ELEMENTS = 1 << 22
+"""Elements of a gradient whose squares are summed at once: 32 MB in fp64."""
+
+NORM_PART_ELEMENTS_ON_CPU = 1 << 18
+"""The same on a CPU, where the fp64 copy stays in the cache: 2 MB."""
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """Sum of squares, [] fp64, of a contiguous gradient of any size.
+
+    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table. On a CPU all parts
+    are copied to one place. With a copy for each, and a small result behind it, the next copy would not fit where the last
+    one was, and the heap would grow by 8 bytes per element.
+    """
+    flat = gradient.view(-1)
+    if gradient.is_cuda:
+        parts = flat.split(NORM_PART_ELEMENTS)
+        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    parts = flat.split(min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU))
+    copy = torch.empty(len(parts[0]), dtype=torch.float64)
+    norms = torch.empty(len(parts), dtype=torch.float64)
+    for part, norm in zip(parts, norms, strict=True):
+        torch.linalg.vector_norm(copy[: len(part)].copy_(part), out=norm)
+    return norms.square_().sum()
+
+
+def sum_in_any_order(squares: Sequence[Tensor]) -> Tensor:
+    """Sum of [] fp64 numbers, to the same bit whatever their order; there may be none."""
+    zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    return torch.stack([zero, *squares]).sort().values.sum()
+
+
+def scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of a norm in place so that it is `max_norm` at most; 0: any."""
+    # As Megatron has it, with an offset that keeps the quotient finite.
+    coefficient = max_norm / (norm + 1e-6)
+    if max_norm > 0 and coefficient < 1 and gradients:
+        torch._foreach_mul_(gradients, coefficient)
