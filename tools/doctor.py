@@ -114,7 +114,16 @@ def _print(finding: Finding) -> None:
 def look_at_packages() -> Iterator[Finding]:
     """Python, and every package that is declared, against its range."""
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
-    wanted = [Requirement(text) for text in requires("megamem") or []]
+    try:
+        wanted = [Requirement(text) for text in requires("megamem") or []]
+    except PackageNotFoundError:
+        yield Finding(
+            "megamem",
+            "lacks",
+            "not installed, so nothing says which packages it needs",
+            "pip install -e . in its folder",
+        )
+        return
     for requirement in wanted:
         extras = [extra for extra in _FOR if requirement.marker and requirement.marker.evaluate({"extra": extra})]
         if requirement.marker is None:

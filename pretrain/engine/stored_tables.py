@@ -249,7 +249,12 @@ class StoredTables:
 
     def read(self, table: StoredTable, rows: Tensor) -> Staged:
         """Rows of a table, each once and ascending, as the last step left them."""
-        return self._here(self._thread.submit(self._fetch, table, rows.unique().to(torch.int64), None).result())
+        wanted = rows.unique().to(torch.int64)
+        if self._stream is not None:
+            # The thread copies them to the host there.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            wanted.record_stream(self._stream)
+        return self._here(self._thread.submit(self._fetch, table, wanted, None).result())
 
     def _exchanged(self, reads: Reads, samples: range) -> Tensor:
         """Ids of all ranks' tokens of a step."""

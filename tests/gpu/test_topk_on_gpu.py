@@ -12,8 +12,9 @@ from kernels.implementations import Implementation
 from kernels.parity import selection_problems
 from kernels.select import select_kernels
 from kernels.shuffled_rows.naive import shuffled_rows
-from tests.unit.test_topk import CASES, IMPLEMENTATIONS, Case, both
+from tests.unit.test_topk import CASES, Case, both, needs_triton
 
+IMPLEMENTATIONS = ("torch", pytest.param("triton", marks=needs_triton))
 PAPERS = Case(tokens=300, heads=2, keys=3350, row_top_k=128, top_k=768)
 
 

@@ -21,7 +21,7 @@ from megamem.retrieval.config import TuckerConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError, UserError
 from tools.bench.kernels import draw_ids
-from tools.bench.retrieval import RETRIEVALS
+from tools.bench.retrieval import RETRIEVALS, _unordered_tucker
 from tools.cli import build_parser, main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,6 +50,17 @@ def test_it_reports_every_contender(implementation: str, capsys: pytest.CaptureF
         for name in {f"key scores, then {selection}, {chosen}", f"{selection}, {chosen}", f"{selection}, torch"}:
             assert len(re.findall(rf"^  {name} +[0-9.]+ ms +[0-9.]+x$", out, re.MULTILINE)) == 1
     assert len(re.findall(r"^  key scores +[0-9.]+ ms +1.00x +[0-9.]+ TFLOP/s$", out, re.MULTILINE)) == 2
+
+
+def test_products_in_bf16_are_selected_as_widened_ones() -> None:
+    """As a GPU hands them on."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = (torch.randn(3, 2, 8, 2, generator=generator).bfloat16() for _ in range(2))
+    weights = tuple(torch.randn(2, *size, generator=generator) for size in ((2, 2), (2,), (2,)))
+    narrow, wide = (
+        _unordered_tucker(*sides, *weights, 4, 3) for sides in ((rows, columns), (rows.float(), columns.float()))
+    )
+    assert all(torch.equal(ours, widened) for ours, widened in zip(narrow, wide, strict=True))
 
 
 @pytest.mark.skipif(

@@ -49,6 +49,17 @@ def test_a_package_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     assert "ruff" not in found, "of use to those who change the code alone"
 
 
+def test_sources_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found_requires(name: str) -> list[str]:
+        raise doctor.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", found_requires)
+    finding = by_name(doctor.look_at_packages)["megamem"]
+    assert finding.state == "lacks"
+    assert "not installed" in finding.text
+    assert "pip install -e ." in finding.fix
+
+
 def test_every_extra_that_a_run_can_use_is_looked_at() -> None:
     names = {Path(line.split('"')[1]).name for line in doctor.requires("megamem") or [] if "extra ==" in line}
     assert set(doctor._FOR) <= names

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.cuda._sanitizer import ArgumentHandler
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
@@ -18,7 +19,7 @@ from tools.cli import build_parser
 from tools.gpu_check.judge import Verdict, judge, judge_resumed
 from tools.gpu_check.page import Output, page
 from tools.gpu_check.plan import Plan, Trial, full_plan
-from tools.gpu_check.sanitized import main, sanitized_config
+from tools.gpu_check.sanitized import main, pass_over_sparse_tensors, sanitized_config
 from tools.gpu_check.trial import Observed, RuleOfTokens
 
 
@@ -104,6 +105,8 @@ def test_the_sanitizer_begins_when_the_environment_is_settled(
         yield SimpleNamespace(device=torch.device(devices[-1]))
 
     monkeypatch.setattr("pretrain.engine.session.session", session)
+    # Put back behind the test.
+    monkeypatch.setattr(ArgumentHandler, "_handle_argument", ArgumentHandler._handle_argument)
     monkeypatch.setattr("torch.cuda._sanitizer.enable_cuda_sanitizer", lambda: done.append("sanitizer"))
     monkeypatch.setattr("tools.gpu_check.trial.train", lambda *_: done.append("train"))
     monkeypatch.setattr("parallel.launch.launch_ranks", lambda work, number: [work() for _ in range(number)])
@@ -117,6 +120,16 @@ def test_the_sanitizer_begins_when_the_environment_is_settled(
         assert done == order * number
         assert f"3 steps on {said}" in capsys.readouterr().out
         done.clear()
+
+
+def test_the_sanitizer_is_not_asked_about_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(ArgumentHandler, "_handle_argument", lambda self, value, *_: seen.append(value))
+    pass_over_sparse_tensors()
+    sparse, dense = torch.eye(2).to_sparse(), torch.eye(2)
+    for value in (sparse, dense):
+        ArgumentHandler()._handle_argument(value, False, False)
+    assert [value is dense for value in seen] == [True]
 
 
 def test_a_loss_may_be_so_far_off_and_no_further(trial: Trial) -> None:

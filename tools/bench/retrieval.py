@@ -136,6 +136,8 @@ def _unordered_tucker(
     rows: Tensor, columns: Tensor, core: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Tucker scores by `torch.topk` as it is."""
+    # On a GPU products come as they are, in bf16.
+    rows, columns = rows.float(), columns.float()
     row_ids = torch.einsum("thnr,hr->thn", rows, u).topk(row_top_k).indices
     column_ids = torch.einsum("thnr,hr->thn", columns, v).topk(row_top_k).indices
     grid = torch.einsum("thir,hrs,thjs->thij", gather_keys(rows, row_ids), core, gather_keys(columns, column_ids))

@@ -21,9 +21,10 @@ SHORT = (
     "train.global_batch_size=8",
     "train.micro_batch_size=1",
     "train.recompute=none",
-    # At the learning rate that they have after their warm-up.
+    # Up to the learning rate that they have after their warm-up. At that rate from the start two kernels on one CPU are
+    # 4e-3 apart after ten steps, and 4e-2 with tables by row.
     "optimizer.schedule=constant",
-    "optimizer.warmup_steps=0",
+    f"optimizer.warmup_steps={NUM_STEPS}",
     "optimizer.value_lr_end_multiplier=null",
     "data.datasets=[]",
     "logging.memory_every_steps=0",
@@ -32,6 +33,9 @@ FP32_TOLERANCE = 2e-3
 """Largest difference of a loss, in nats: sums in another order differ by 1e-5 at first, and a retrieval that takes
 another one of two candidates of nearly equal scores by 1e-3."""
 BF16_TOLERANCE = 3e-2
+ROW_WISE_TOLERANCE = 3e-2
+"""The same with tables by row: a row's first step is as large as its rate, however small its gradient. Two kernels on one
+CPU are 2e-2 apart in fp32."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,11 @@ def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
         by_row = with_keys(config, "optimizer.tables=row_wise")
         yield Trial(f"{on_cpu}, tables by row", by_row, on_cpu=True)
         yield Trial(
-            f"{on_gpu}, tables by row", by_row, like=f"{on_cpu}, tables by row", tolerance=tolerance, holds=True
+            f"{on_gpu}, tables by row",
+            by_row,
+            like=f"{on_cpu}, tables by row",
+            tolerance=ROW_WISE_TOLERANCE,
+            holds=True,
         )
         repeatable = with_keys(config, "train.deterministic=true")
         yield Trial(f"{on_gpu}, deterministic", repeatable, like=on_gpu, tolerance=tolerance)

@@ -8,6 +8,9 @@ the ranks, and before their environment is settled.
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+import torch
 
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
@@ -19,8 +22,21 @@ NUM_STEPS = 3
 
 def sanitized_config(num_ranks: int) -> RunConfig:
     """A few steps of the quickstart's model in bf16; on several ranks its tables are split over them."""
-    config = with_keys(quickstart(), f"train.num_steps={NUM_STEPS}", "train.precision=bf16")
+    config = with_keys(quickstart(), f"train.num_steps={NUM_STEPS}", "optimizer.warmup_steps=0", "train.precision=bf16")
     return with_keys(config, f"parallel.memory={num_ranks}") if num_ranks > 1 else config
+
+
+def pass_over_sparse_tensors() -> None:
+    """Keep the sanitizer from asking sparse tensors for the storage that they lack: gradients of tables are such, and empty."""
+    from torch.cuda._sanitizer import ArgumentHandler
+
+    handle = ArgumentHandler._handle_argument
+
+    def handle_dense(self: ArgumentHandler, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(value, torch.Tensor) and value.is_sparse):
+            handle(self, value, *args, **kwargs)
+
+    ArgumentHandler._handle_argument = handle_dense  # type: ignore[method-assign]
 
 
 def run_sanitized(config: RunConfig) -> bool:
@@ -33,6 +49,7 @@ def run_sanitized(config: RunConfig) -> bool:
     with session(config) as groups:
         on_gpu = groups.device.type == "cuda"
         if on_gpu:
+            pass_over_sparse_tensors()
             enable_cuda_sanitizer()
         train(config, groups)
     return on_gpu
