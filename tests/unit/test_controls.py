@@ -25,17 +25,18 @@ from tools.studies.compare.controls import MEANINGS, NEEDED, controls_of, contro
 from tools.studies.compare.runs import RunResult
 
 TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
+VOCAB_SIZE = 4096
 NAMES = ("lave", "memory_plus", "move", "pkm", "tide", "ultramem", "ultramemv2")
 
 
 def loaded(name: str) -> RunConfig:
-    return load_config(TUNED / f"{name}.yaml", ["model.vocab_size=4096"])
+    return load_config(TUNED / f"{name}.yaml", [f"model.vocab_size={VOCAB_SIZE}"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_control_can_be_trained_and_has_the_model_s_settings(name: str) -> None:
     config = loaded(name)
-    found = controls_of(config)
+    found = controls_of(config, VOCAB_SIZE)
     assert set(found.controls) == set(MEANINGS)
     assert not found.left_out
     for what, control in found.controls.items():
@@ -48,9 +49,18 @@ def test_every_control_can_be_trained_and_has_the_model_s_settings(name: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_vocabulary_that_the_data_brings_is_counted(name: str) -> None:
+    config = load_config(TUNED / f"{name}.yaml", [])
+    assert config.model.vocab_size is None
+    named, brought = (controls_of(each, VOCAB_SIZE).controls for each in (loaded(name), config))
+    for what, control in brought.items():
+        assert control.model == replace(named[what].model, vocab_size=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_controls_cost_what_they_are_to_cost(name: str) -> None:
     config = loaded(name)
-    controls = controls_of(config).controls
+    controls = controls_of(config, VOCAB_SIZE).controls
 
     def flops(run: RunConfig) -> float:
         return forward_flops_per_token(run.model, config.train.sequence_length)
@@ -66,19 +76,19 @@ def test_controls_cost_what_they_are_to_cost(name: str) -> None:
 
 
 def test_random_rows_stay() -> None:
-    optimizer = controls_of(loaded("ultramemv2")).controls["random_rows"].optimizer
+    optimizer = controls_of(loaded("ultramemv2"), VOCAB_SIZE).controls["random_rows"].optimizer
     assert (optimizer.value_lr, optimizer.value_weight_decay) == (0.0, 0.0)
 
 
 def test_a_dense_model_and_a_control_have_none() -> None:
     with pytest.raises(ConfigError, match="dense has no memory, and so no controls"):
-        controls_of(loaded("dense"))
+        controls_of(loaded("dense"), VOCAB_SIZE)
     with pytest.raises(ConfigError, match=r"model\.memory\.control one_row"):
-        controls_of(controls_of(loaded("pkm")).controls["one_row"])
+        controls_of(controls_of(loaded("pkm"), VOCAB_SIZE).controls["one_row"], VOCAB_SIZE)
 
 
 def test_one_sequence_has_no_others() -> None:
-    config = controls_of(loaded("pkm")).controls["others_rows"]
+    config = controls_of(loaded("pkm"), VOCAB_SIZE).controls["others_rows"]
     one = replace(config, train=replace(config.train, micro_batch_size=1))
     with pytest.raises(ConfigError, match=r"train\.micro_batch_size is 1, so that no other sequence asks for rows"):
         validate(one, 2)
@@ -121,7 +131,7 @@ def test_verdicts() -> None:
 
 
 def test_the_section_has_means_and_verdicts_of_what_is_done() -> None:
-    controlled = controls_of(loaded("pkm"))
+    controlled = controls_of(loaded("pkm"), VOCAB_SIZE)
 
     def runs(*losses: float) -> list[RunResult]:
         return [RunResult(loss, loss / 2, Curves((), (), {}, {}, None), (0.2, 0.25, 9.0)) for loss in losses]

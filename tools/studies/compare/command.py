@@ -202,7 +202,7 @@ class Comparison:
             raise ConfigError(
                 "no model has a memory, and --controls is for those that have one: name one, or leave it out"
             )
-        return [control for config in with_memory for control in controls_of(config).controls.values()]
+        return [control for each in _controlled(with_memory) for control in each.controls.values()]
 
     def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
         num_models = len(self.models) + len(self._controls(self.models))
@@ -277,7 +277,7 @@ class Comparison:
             CheckpointError: a folder holds a run of something else.
             RunStopped: a run did not come to its end.
         """
-        self.controlled = [controls_of(config) for config in self.models if config.model.memory is not None]
+        self.controlled = _controlled([config for config in self.models if config.model.memory is not None])
         plan = [
             (control, f"{each.model.name}, {name}")
             for each in self.controlled
@@ -329,8 +329,16 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
-    """The formulas' figures, for which the data has to be there: its tokenizer says how many rows the embedding has."""
+    return [model_figures(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
+
+
+def _controlled(models: Sequence[RunConfig]) -> list[Controlled]:
+    return [controls_of(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
+
+
+def _vocab_sizes(models: Sequence[RunConfig]) -> list[int]:
+    """Rows of each model's embedding, and of tables by token; the data has to be there, as its tokenizer may say so."""
     from pretrain.data.blend import check_blend, model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
-    return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]
+    return [model_vocab_size(config.model, tokenizer) for config in models]

@@ -42,8 +42,12 @@ class Controlled:
     left_out: Mapping[str, str]
 
 
-def controls_of(config: RunConfig) -> Controlled:
+def controls_of(config: RunConfig, vocab_size: int) -> Controlled:
     """The controls of a model with a memory, each named `<model>.<control>`.
+
+    Args:
+        config: of the model.
+        vocab_size: of its tokenizer, for parameters and operations: the configuration may leave it to the data.
 
     Raises:
         ConfigError: the model has no memory, or is a control itself.
@@ -64,10 +68,11 @@ def controls_of(config: RunConfig) -> Controlled:
         "others_rows": _with_control(config, "others_rows"),
     }
     left_out = {}
+    sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
     twins: dict[str, Callable[[], DenseTwin | ExpertsTwin | None]] = {
-        "equal_flops": lambda: dense_twin(config),
-        "equal_parameters": lambda: dense_twin(config, total_measure),
-        "experts": lambda: experts_twin(config, width_multiple=1),
+        "equal_flops": lambda: dense_twin(sized),
+        "equal_parameters": lambda: dense_twin(sized, total_measure),
+        "experts": lambda: experts_twin(sized, width_multiple=1),
     }
     for name, make_twin in twins.items():
         try:
@@ -78,7 +83,7 @@ def controls_of(config: RunConfig) -> Controlled:
         if twin is None:
             left_out[name] = "model.moe is set: there is no dense feed-forward"
         else:
-            found[name] = twin.config
+            found[name] = replace(twin.config, model=replace(twin.config.model, vocab_size=config.model.vocab_size))
     named = {
         name: replace(without_ineffective(control), name=f"{config.name}.{name}") for name, control in found.items()
     }
