@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.implementations import Implementation
+from kernels.implementations import Implementation, unavailable
 from kernels.parity import selection_problems
 from kernels.select import select_kernels
 from kernels.shuffled_rows.naive import shuffled_rows
-from tests.unit.test_topk import CASES, Case, both, needs_triton
+from tests.unit.test_topk import CASES, Case, both
 
-IMPLEMENTATIONS = ("torch", pytest.param("triton", marks=needs_triton))
+# Asked of the GPU: without one, the interpreter is asked for, and not here.
+needs_triton_on_gpu = pytest.mark.skipif(
+    unavailable("triton", "cuda") is not None, reason=f"triton {unavailable('triton', 'cuda')}"
+)
+
+IMPLEMENTATIONS = ("torch", pytest.param("triton", marks=needs_triton_on_gpu))
 PAPERS = Case(tokens=300, heads=2, keys=3350, row_top_k=128, top_k=768)
 
 
