@@ -249,11 +249,7 @@ class StoredTables:
 
     def read(self, table: StoredTable, rows: Tensor) -> Staged:
         """Rows of a table, each once and ascending, as the last step left them."""
-        wanted = rows.unique().to(torch.int64)
-        if self._stream is not None:
-            # The thread copies them to the host there.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            wanted.record_stream(self._stream)
+        wanted = self._there(rows.unique().to(torch.int64))
         return self._here(self._thread.submit(self._fetch, table, wanted, None).result())
 
     def _exchanged(self, reads: Reads, samples: range) -> Tensor:
@@ -265,12 +261,7 @@ class StoredTables:
             own = ids[1].result()
         if self._stream is not None:
             own.record_stream(torch.cuda.current_stream(self._device))
-        found = reads.exchanged(own)
-        if self._stream is not None:
-            # Hashed there.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            found.record_stream(self._stream)
-        return found
+        return self._there(reads.exchanged(own))
 
     def _own_ids(self, reads: Reads, samples: range) -> Tensor:
         """Ids of this rank's share of a step's tokens on the device, in a thread."""
@@ -289,6 +280,13 @@ class StoredTables:
         for rows in staged:
             self._here(rows).catch_up()
         return staged
+
+    def _there(self, ids: Tensor) -> Tensor:
+        """The same, used from now on by the thread's stream, behind what makes them."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            ids.record_stream(self._stream)
+        return ids
 
     def _here(self, staged: Staged) -> Staged:
         """The same, used from now on by the stream that computes."""
