@@ -1,4 +1,4 @@
-"""Commands as argparse has them."""
+"""Commands and options as argparse has them."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def add_config(
 def add_stage(parser: argparse.ArgumentParser, stage: str = "which stage of a run of stages") -> None:
     """Adds the option for `pretrain.config.stages.load_stage`."""
     parser.add_argument("--stage", metavar="NAME", help=stage)
+
+
+def positive(text: str) -> int:
+    """The value of an option that counts."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number

@@ -13,8 +13,8 @@ from pretrain.config.schema import ParallelConfig
 from pretrain.config.source import dump_yaml
 from pretrain.growth.placement import PLACEMENTS
 from pretrain.growth.plan import METHODS, Method, grown_blocks
-from tools.checkpoint.command import add_workers, opened, positive, size_in_bytes
-from tools.parsers import add_command
+from tools.checkpoint.command import add_workers, opened, size_in_bytes
+from tools.parsers import add_command, positive
 from tools.words import plural, size_in_words
 
 if TYPE_CHECKING:

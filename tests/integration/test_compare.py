@@ -185,6 +185,53 @@ def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, mo
     assert not (folder / "dense").exists()
 
 
+def test_runs_side_by_side_are_those_of_one_after_the_other(
+    compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem, models: list[Path]
+) -> None:
+    """The same bits, and a page that differs in where the runs are; what is finished is not trained again."""
+    alone, _ = compared
+    result = compare(megamem, models, tmp_path, "--seeds", 1, "--at-once", 2, "--nproc", 1)
+    assert "2 of 2 done" in result.output
+    assert "run 2 of 2: dense, seed 1: finished" in result.output
+    for name in ("memory", "dense"):
+        assert "step 4/4" in (tmp_path / name / "seed_1" / "logs" / "screen.log").read_text()
+        losses = [
+            [row["validation_loss"] for row in evaluations(folder / name / "seed_1")] for folder in (alone, tmp_path)
+        ]
+        assert losses[0] == losses[1]
+    again = compare(megamem, models, tmp_path, "--seeds", 1, "--at-once", 2, "--nproc", 1)
+    assert "started" not in again.output
+
+
+def test_searches_side_by_side(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
+    tuning = tmp_path / "tuning.yaml"
+    tuning.write_text("trials: 2\nsteps: 3\nseed: 1\nkeys:\n  optimizer.lr: [1.0e-3]\n")
+    result = compare(megamem, models, tmp_path, "--seeds", 2, "--tune", tuning, "--at-once", 2, "--nproc", 1)
+    assert "search of dense, in " in result.output
+    assert "memory, trial 2: finished" in result.output
+    assert "memory, trial 2: 3 steps to go" in (tmp_path / "memory" / "search.log").read_text()
+    assert (tmp_path / "dense" / "seed_2" / "logs" / "screen.log").exists()
+
+
+def test_a_stopped_neighbour_saves_too(tmp_path: Path, start: Start, models: list[Path]) -> None:
+    folder = tmp_path / "runs"
+    command = start(
+        "compare", *models, "train.num_steps=2000", "--run-dir", folder, "--seeds", 1, "--at-once", 2, "--nproc", 1
+    )
+    runs = [folder / name / "seed_1" for name in ("memory", "dense")]
+    wait_until(lambda: command.poll() is not None or all(last_step(run) > 0 for run in runs), "the first steps", 60)
+    assert command.poll() is None, command.log.read_text()
+    os.kill(command.pid, signal.SIGTERM)
+    result = command.wait()
+    assert result.code == 75, result.output
+    assert "run the same command again" in result.output
+    for run in runs:
+        saved, problems = newest_complete(run / "checkpoints")
+        assert not problems
+        assert saved is not None
+        assert saved.step == last_step(run)
+
+
 def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: list[Path], tmp_path: Path) -> None:
     """A way that adds nothing at first begins as the base; only trained parts change; finished runs are kept."""
     ways = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.parsers import add_command
+from tools.parsers import add_command, positive
 
 if TYPE_CHECKING:
     from pretrain.convert.format import OpenedCheckpoint
@@ -190,14 +190,6 @@ def size_in_bytes(text: str) -> int:
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text} is no size: write 512MiB, or 4GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def positive(text: str) -> int:
-    """The value of an option that counts."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
 
 
 def _share(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from tools.drawing import svg
 from tools.pages import Page
-from tools.ranks import add_nproc, default_num_ranks, import_engine
+from tools.parsers import positive
+from tools.ranks import add_nproc, default_num_ranks, fewest_ranks, import_engine
 from tools.studies.compare.addresses import Addresses, addresses_of
 from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
 from tools.studies.compare.controls import Controlled, controls_of, controls_section
@@ -27,8 +29,9 @@ from tools.studies.compare.rules import (
     with_seed,
 )
 from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
+from tools.studies.compare.side_by_side import Job, run_side_by_side
 from tools.studies.compare.target import check_target, target_section
-from tools.studies.compare.tuning import Search, check_keys, read_tuning
+from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
 
 _EPILOG = """\
 examples:
@@ -56,6 +59,10 @@ times as long.
 With --target-loss, the report also says after how many tokens and seconds each model's validation loss reaches it, and
 whether a model is faster than the first one: an exact test of paired seeds, which takes seven to go below p = 0.01.
 Set evaluation.every_steps to a small part of the run. All models are trained with one seed before the next.
+
+With --at-once N, N runs train side by side, each with its share of the cores and, where there are GPUs, with its ranks'
+GPUs in turn. A search's trials stay in order, so N models are searched at once. What runs print is in logs/screen.log of
+their folders, and in DIR/NAME/search.log.
 
 With --grow, CONFIG is one model without a memory. It is trained with every seed (DIR/NAME/seed_N), grown in every way of
 the file (DIR/NAME/seed_N/grown/WAY), and each of the grown models is trained on, on the same tokens (DIR/WAY/seed_N).
@@ -87,10 +94,17 @@ def add_parser(subparsers: Any) -> None:
         "--target-loss", type=float, metavar="NATS", help="also test which models reach this validation loss sooner"
     )
     parser.add_argument(
+        "--at-once",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs that train side by side (default: 1)",
+    )
+    parser.add_argument(
         "--grow", type=Path, metavar="FILE", help="train the one CONFIG, then grow it in the ways of this file"
     )
     add_folders(parser, "compare", "comparison")
-    add_nproc(parser, "as `megamem train`")
+    add_nproc(parser, "as `megamem train`; with --at-once as few as the layout needs", what="ranks of each run")
     parser.set_defaults(func=run_compare)
 
 
@@ -106,14 +120,14 @@ def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
     refuse_launcher("compare")
     if args.grow is not None:
-        if args.controls or args.target_loss is not None:
-            option = "--controls" if args.controls else "--target-loss"
-            raise ConfigError(f"{option} and --grow are two studies: choose one")
+        for option in ("controls", "target_loss", "at_once"):
+            if getattr(args, option) not in (False, None, 1):
+                raise ConfigError(f"--{option.replace('_', '-')} does not go with --grow: leave one of them out")
         from tools.studies.compare.growth import run_growth
 
         return run_growth(args)
     configs = load_configs(args.configs, args.overrides)
-    num_ranks = _num_ranks(configs, args.nproc)
+    num_ranks = _num_ranks(configs, args.nproc, args.at_once)
     page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
     options += ["--controls"] if args.controls else []
@@ -128,6 +142,7 @@ def run_compare(args: argparse.Namespace) -> int:
         command,
         controls=args.controls,
         target_loss=args.target_loss,
+        at_once=args.at_once,
     )
     for model in comparison.figures:
         for name, departure in inequalities(model, comparison.figures[0]).items():
@@ -157,6 +172,7 @@ class Comparison:
         *,
         controls: bool = False,
         target_loss: float | None = None,
+        at_once: int = 1,
     ) -> None:
         """Check that every run can be made.
 
@@ -167,6 +183,7 @@ class Comparison:
             command: what makes it again.
             controls: models with a memory will have controls.
             target_loss: in nats per token, which models are to reach; None: there is none.
+            at_once: runs that train side by side.
 
         Raises:
             ConfigError: a model or a control cannot be trained with one of the seeds.
@@ -179,7 +196,7 @@ class Comparison:
             for seed in seeds:
                 validate(with_seed(config, seed), num_ranks)
         import_engine()
-        self.models, self.seeds, self.num_ranks = models, seeds, num_ranks
+        self.models, self.seeds, self.num_ranks, self.at_once = models, seeds, num_ranks, at_once
         self.run_dir, self.page, self.command = run_dir, page, command
         self.figures = _figures(models)
         self.results: dict[str, list[RunResult]] = {}
@@ -235,17 +252,53 @@ class Comparison:
             validate(searches[0].shortened(config), self.num_ranks)
         self.trainer = self._trainer(num_trials=tuning.num_trials, num_trial_steps=tuning.num_steps)
         self.tuned = Tuned(tuning, {})
+        self._side_by_side(
+            [
+                Job(
+                    f"search of {model.name}",
+                    self.run_dir / model.name / "search.log",
+                    partial(self._search, model.name, search, tuning),
+                )
+                for model, search in zip(self.models, searches, strict=True)
+            ]
+        )
         for index, (model, search) in enumerate(zip(self.models, searches, strict=True)):
-
-            def train(config: RunConfig, number: int) -> float:
-                folder = self.run_dir / config.name / f"trial_{number}"
-                return self.trainer.train(config, folder, f"{config.name}, trial {number}").validation_loss
-
-            search.run(train)
-            self.trainer.skip(tuning.num_trials - len(search.trials), tuning.num_steps)
+            self._search(model.name, search, tuning)
             self.tuned = Tuned(tuning, {**self.tuned.trials, model.name: search.trials})
             self.models[index] = search.best.config
             self.write()
+
+    def _search(self, name: str, search: Search, tuning: Tuning) -> None:
+        def train(config: RunConfig, number: int) -> float:
+            folder = self.run_dir / config.name / f"trial_{number}"
+            return self.trainer.train(config, folder, f"{name}, trial {number}").validation_loss
+
+        search.run(train)
+        self.trainer.skip(tuning.num_trials - len(search.trials), tuning.num_steps)
+
+    def _side_by_side(self, jobs: Sequence[Job]) -> None:
+        """Do jobs at once whose results are then found, one by one, where they left them. Without `--at-once`, nothing.
+
+        Raises:
+            RunStopped: one did not come to its end.
+        """
+        if self.at_once > 1:
+            run_side_by_side(jobs, self.at_once, self.num_ranks)
+
+    def _jobs(self, plan: Sequence[tuple[RunConfig, str]]) -> list[Job]:
+        """Trainings that are not finished, of configurations with their seeds and names."""
+        jobs = []
+        for config, what in plan:
+            folder = RunFolder(self._folder(config))
+            steps_left = config.train.num_steps - finished_steps(config, folder)
+            if steps_left > 0:
+                trainer = Trainer(self.num_ranks, num_runs=1, num_steps=steps_left)
+                jobs.append(Job(what, folder.logs / "screen.log", partial(trainer.train, config, folder.path, what)))
+        return jobs
+
+    def _folder(self, config: RunConfig) -> Path:
+        """Folder of the run of a configuration and its seed."""
+        return self.run_dir / config.name / f"seed_{config.seed}"
 
     def train(self) -> None:
         """Train the runs that are reported, and report them.
@@ -255,15 +308,12 @@ class Comparison:
             RunStopped: a run did not come to its end.
         """
         plan = [
-            (with_seed(config, seed), self.run_dir / config.name / f"seed_{seed}")
-            for seed in self.seeds
-            for config in self.models
+            (with_seed(config, seed), f"{config.name}, seed {seed}") for seed in self.seeds for config in self.models
         ]
         # Every folder is looked at before the first run starts, so that one of another comparison is found at once.
-        for config, folder in plan:
-            finished_steps(config, RunFolder(folder))
-        for config, folder in plan:
-            result = self.trainer.train(config, folder, f"{config.name}, seed {config.seed}")
+        self._side_by_side(self._jobs(plan))
+        for config, what in plan:
+            result = self.trainer.train(config, self._folder(config), what)
             self.results.setdefault(config.name, []).append(result)
             self.write()
         if self.target_loss is not None:
@@ -278,22 +328,36 @@ class Comparison:
             RunStopped: a run did not come to its end.
         """
         self.controlled = _controlled([config for config in self.models if config.model.memory is not None])
-        plan = [
-            (control, f"{each.model.name}, {name}")
+        self._side_by_side(self._control_jobs())
+        for seed in self.seeds:
+            for each in self.controlled:
+                model = with_seed(each.model, seed)
+                found = addresses_of(model, self._folder(model), self.num_ranks)
+                self.addresses.setdefault(each.model.name, []).append(found)
+            for config, what in self._control_plan(seed):
+                result = self.trainer.train(config, self._folder(config), what)
+                self.control_results.setdefault(config.name, []).append(result)
+                self.write()
+        print(controls_section(self.controlled, self.results, self.control_results, self.addresses), flush=True)
+
+    def _control_plan(self, seed: int) -> list[tuple[RunConfig, str]]:
+        return [
+            (with_seed(control, seed), f"{each.model.name}, {name}, seed {seed}")
             for each in self.controlled
             for name, control in each.controls.items()
         ]
+
+    def _control_jobs(self) -> list[Job]:
+        """Controls, seed by seed, and what the trained models lose without their addresses."""
+        jobs = []
         for seed in self.seeds:
             for each in self.controlled:
-                folder = self.run_dir / each.model.name / f"seed_{seed}"
-                found = addresses_of(with_seed(each.model, seed), folder, self.num_ranks)
-                self.addresses.setdefault(each.model.name, []).append(found)
-            for control, what in plan:
-                folder = self.run_dir / control.name / f"seed_{seed}"
-                result = self.trainer.train(with_seed(control, seed), folder, f"{what}, seed {seed}")
-                self.control_results.setdefault(control.name, []).append(result)
-                self.write()
-        print(controls_section(self.controlled, self.results, self.control_results, self.addresses), flush=True)
+                model = with_seed(each.model, seed)
+                work = partial(addresses_of, model, self._folder(model), self.num_ranks)
+                screen = RunFolder(self._folder(model)).logs / "addresses.log"
+                jobs.append(Job(f"{model.name}, addresses, seed {seed}", screen, work))
+            jobs += self._jobs(self._control_plan(seed))
+        return jobs
 
     def write(self) -> None:
         """Write the report of what is there."""
@@ -313,13 +377,14 @@ class Comparison:
         self.page.write(text, svg(plot(self.figures, self.results)))
 
 
-def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
-    """Number of ranks of all runs; configurations by the paths of their files.
+def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None, at_once: int) -> int:
+    """Number of ranks of each run; configurations by the paths of their files.
 
     Raises:
         ConfigError: by default they would have different numbers.
     """
-    wanted = {path: nproc or default_num_ranks(config.parallel) for path, config in configs.items()}
+    default = default_num_ranks if at_once == 1 else fewest_ranks
+    wanted = {path: nproc or default(config.parallel) for path, config in configs.items()}
     if len(set(wanted.values())) > 1:
         raise ConfigError(
             "the models would run on different numbers of ranks, and their speeds would say nothing: choose one with "
