@@ -30,6 +30,10 @@ class Page:
         """The plot's file."""
         return self.path.with_suffix(".svg")
 
+    def plot_called(self, name: str) -> Path:
+        """The file of a further plot."""
+        return self.path.with_name(f"{self.path.stem}_{name}.svg")
+
     @property
     def marks(self) -> tuple[str, str]:
         """Lines before and after the part."""
@@ -53,14 +57,22 @@ class Page:
         for file in (self.path, self.plot):
             check_can_write(file)
 
-    def write(self, text: str, svg: str) -> None:
-        """Put the text between the marks (or make a page of it) and the plot beside the page."""
+    def write(self, text: str, svg: str, **others: str) -> None:
+        """Put the text between the marks (or make a page of it) and the plot beside the page.
+
+        Args:
+            text: the part's markdown.
+            svg: the plot.
+            others: further plots, by the names of `plot_called`.
+        """
         begin, end = self.marks
         empty = f"# {self.part.capitalize()}\n\n{begin}\n{end}\n"
         before, _, rest = (self.path.read_text(encoding="utf-8") if self.path.exists() else empty).partition(begin)
         after = rest.partition(end)[2]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.plot.write_text(svg, encoding="utf-8")
+        for name, other in others.items():
+            self.plot_called(name).write_text(other, encoding="utf-8")
         self.path.write_text(f"{before}{begin}\n{wrapped(text)}{end}{after}", encoding="utf-8")
 
 

@@ -208,6 +208,8 @@ def test_searches_side_by_side(tmp_path: Path, megamem: Megamem, models: list[Pa
     tuning.write_text("trials: 2\nsteps: 3\nseed: 1\nkeys:\n  optimizer.lr: [1.0e-3]\n")
     result = compare(megamem, models, tmp_path, "--seeds", 2, "--tune", tuning, "--at-once", 2, "--nproc", 1)
     assert "search of dense, in " in result.output
+    assert "](comparison_search.svg)" in (tmp_path / "comparison.md").read_text()
+    assert all(f">{name}</text>" in (tmp_path / "comparison_search.svg").read_text() for name in ("memory", "dense"))
     assert "memory, trial 2: finished" in result.output
     assert "memory, trial 2: 3 steps to go" in (tmp_path / "memory" / "search.log").read_text()
     assert (tmp_path / "dense" / "seed_2" / "logs" / "screen.log").exists()

@@ -50,6 +50,7 @@ WRITERS: dict[str, str] = {
     "plan": "{repository}/configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h100-80g --write {place}/made.yaml",
     "study compare": "{config} --run-dir {place}/made --nproc 1",
     "study recall": "{config} --run-dir {place}/made",
+    "study fit": "{place} --report {place}/made.md",
     "gpu-check": "--device cpu --output {place}/made.md",
 }
 """Commands that write, each with arguments that make it write into the place, the earlier the cheaper."""
@@ -75,7 +76,6 @@ OTHERS = {
     "cancel": "wants a cluster: see test_slurm.py",
     "cluster check": "wants a cluster: see test_slurm.py",
     "study bench step": "prints",
-    "study fit": "prints",
     "study bench kernels": "prints",
     "study bench context": "prints",
     "study bench generate": "prints",

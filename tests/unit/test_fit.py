@@ -7,8 +7,10 @@ from itertools import product
 import pytest
 
 from pretrain.errors import ConfigError
-from tools.studies.fit.command import Point, report
+from tools.studies.fit.fits import fits, report
 from tools.studies.fit.law import Law, fit, lacking
+from tools.studies.fit.picture import picture
+from tools.studies.fit.points import Point
 
 
 def law(floor: float, terms: list[tuple[float, float]], amounts: list[float]) -> float:
@@ -86,7 +88,7 @@ def sizes(family: str = "dense", **amounts: float) -> list[Point]:
 
 
 def test_the_largest_is_held_out_and_predicted() -> None:
-    text = report(sizes())
+    text = report(fits(sizes()))
     assert "| dense | dense_0, dense_1, dense_2 | 2.000 + 1 / C^0.500 | 0.0000 |" in text
     assert "| dense_3 | 4.0 | 2.1250 | 2.1250 |" in text
     # What a law has to beat: the largest model that it was fitted to.
@@ -100,22 +102,22 @@ def test_terms_that_say_nothing_are_named() -> None:
         point(f"m{i}", 4.0**n, 3 - 0.01 * n + rows / 1e4, "memory", rows=rows, reads=16.0)
         for i, (n, rows) in enumerate(grid)
     ]
-    text = report(points, ["m11"])
+    text = report(fits(points, ["m11"]))
     assert "- memory: more rows do not lower these losses" in text
     assert "- memory: these losses leave the exponent of compute open" in text
     assert " / N^" not in text
 
 
 def test_others_may_be_held_out() -> None:
-    text = report(sizes(), ["dense_0"])
+    text = report(fits(sizes(), ["dense_0"]))
     assert "| dense | dense_1, dense_2, dense_3 | 2.000 + 1 / C^0.500 |" in text
     assert "| dense_0 | 0.0 | 3.0000 | 3.0000 |" in text
     with pytest.raises(ConfigError, match=r"^--hold-out names other, which has no finished run; there are dense_0, "):
-        report(sizes(), ["other"])
+        report(fits(sizes(), ["other"]))
 
 
 def test_what_is_missing_is_said() -> None:
-    text = report([*sizes()[:3], *sizes("memory", rows=100.0, reads=16.0)])
+    text = report(fits([*sizes()[:3], *sizes("memory", rows=100.0, reads=16.0)]))
     assert "- dense, no fit: compute: 1 more different amounts" in text
     assert "- memory: rows have no term, for there are models of 100 alone: train 2 other amounts" in text
     assert "| memory | memory_0, memory_1, memory_2 | 2.000 + 1 / C^0.500 |" in text
@@ -125,7 +127,17 @@ def test_rows_have_a_term_where_they_differ() -> None:
     grid = [(4.0**n, 10.0**r) for n in range(3) for r in range(1, 4)]
     points = [point(f"m{i}", c, 2 + c**-0.5 + r**-1, "memory", rows=r, reads=16.0) for i, (c, r) in enumerate(grid)]
     unseen = point("unseen", 64.0, 2 + 64**-0.5 + 1e-4, "memory", rows=1e4, reads=16.0)
-    text = report([*points, unseen])
+    text = report(fits([*points, unseen]))
     assert " / N^" in text
     assert "| unseen | 4.0 | 2.1251 | 2.12" in text
     assert "reads have no term" in text
+
+
+def test_a_picture_has_a_line_where_there_is_a_law() -> None:
+    (axes,) = picture(fits([*sizes()[:2], *sizes("memory", rows=100.0, reads=16.0)])).axes
+    dense, seen, held, law, *_ = axes.lines
+    assert (dense.get_linestyle(), dense.get_label()) == ("None", "dense")
+    assert (seen.get_fillstyle(), held.get_fillstyle()) == ("full", "none")
+    compute, losses = law.get_xydata()[:, 0], law.get_xydata()[:, 1]
+    assert (compute[0], compute[-1]) == pytest.approx((1.0, 64.0))
+    assert losses == pytest.approx(2 + compute**-0.5, abs=1e-3)

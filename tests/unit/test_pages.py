@@ -18,9 +18,10 @@ def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:
     assert page.path.read_text() == f"# Comparison\n\n{begin}\nfirst\n{end}\n"
     page.path.write_text(f"before\n{begin}\nfirst\n{end}\nafter\n")
     page.check()
-    page.write("second\n", "<svg></svg>")
+    page.write("second\n", "<svg></svg>", search="<svg>other</svg>")
     assert page.path.read_text() == f"before\n{begin}\nsecond\n{end}\nafter\n"
     assert page.path.with_suffix(".svg").read_text() == "<svg></svg>"
+    assert (page.path.parent / "page_search.svg").read_text() == "<svg>other</svg>"
 
 
 def test_a_page_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:

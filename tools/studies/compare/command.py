@@ -30,6 +30,7 @@ from tools.studies.compare.rules import (
 )
 from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
 from tools.studies.compare.side_by_side import Job, run_side_by_side
+from tools.studies.compare.sweep import sweep_picture, swept_key
 from tools.studies.compare.target import check_target, target_section
 from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
 
@@ -48,7 +49,8 @@ on which others build, is left out. Overrides hold for all models.
 
 With --tune, every model first gets the same number of shorter trials (DIR/NAME/trial_N) with a seed of their own: the
 keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
-stays. The runs that are reported have the best settings, and the report lists all trials.
+stays. The runs that are reported have the best settings, and the report lists all trials; of a search of one number it
+has a picture.
 
 With --controls, every model with a memory is also trained without what makes it one: with one row for every read, with
 rows that stay random, with the rows of other tokens; and as a dense model of equal operations, of equal parameters, and
@@ -370,11 +372,15 @@ class Comparison:
             command=self.command,
             tuned=self.tuned,
         )
+        others = {}
+        if self.tuned is not None and (key := swept_key(self.tuned.tuning)) is not None:
+            others["search"] = svg(sweep_picture(key, self.tuned.trials))
+            text += f"\n![Losses of the search]({self.page.plot_called('search').name})\n"
         if self.target_loss is not None:
             text += target_section(self.target_loss, self.models, self.results)
         if self.controlled:
             text += controls_section(self.controlled, self.results, self.control_results, self.addresses)
-        self.page.write(text, svg(plot(self.figures, self.results)))
+        self.page.write(text, svg(plot(self.figures, self.results)), **others)
 
 
 def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None, at_once: int) -> int:
