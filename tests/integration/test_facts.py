@@ -46,3 +46,24 @@ def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> N
     assert again.output.count(": finished") == 2
     assert steps(tmp_path / "runs" / "memory" / "facts_4") == losses
     assert (tmp_path / "runs" / "recall.md").read_text() == page
+
+
+def test_controls_are_told_the_same_facts_side_by_side(tmp_path: Path, megamem: Megamem) -> None:
+    train = {"num_steps": 4, "global_batch_size": 4, "micro_batch_size": 4, "sequence_length": 48}
+    memory = {**TINY, "name": "memory", "train": train, "logging": {"memory_every_steps": 0}}
+    (tmp_path / "memory.yaml").write_text(yaml.safe_dump(memory))
+    dense = {"base": "memory.yaml", "name": "dense", "model": {"memory": None}}
+    (tmp_path / "dense.yaml").write_text(yaml.safe_dump(dense))
+    options = ("--controls", "--facts", "8", "--at-once", "2", "--run-dir", tmp_path / "runs")
+    result = megamem("recall", tmp_path / "dense.yaml", tmp_path / "memory.yaml", *options)
+    assert result.code == 0, result.output
+    controls = ("one_row", "random_rows", "others_rows", "equal_flops", "equal_parameters", "experts")
+    names = ["dense", "memory", *(f"memory.{name}" for name in controls)]
+    page = (tmp_path / "runs" / "recall.md").read_text()
+    assert [line.split()[1] for line in page.splitlines() if line.startswith(("| dense", "| memory"))] == names
+    assert "8 of 8 done" in result.output
+    assert "step 4/4" in (tmp_path / "runs" / "memory.one_row" / "facts_8" / "logs" / "screen.log").read_text()
+    assert "--controls" in page
+    refused = megamem("recall", tmp_path / "dense.yaml", *options)
+    assert refused.code == 2
+    assert "no model has a memory" in refused.output

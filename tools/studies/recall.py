@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,9 +17,18 @@ from pretrain.run.folder import RunFolder
 from tools.drawing import model_colours, svg
 from tools.parameter_table import markdown_table
 from tools.ranks import add_nproc, import_engine
-from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
+from tools.studies.compare.arguments import (
+    add_at_once,
+    add_folders,
+    add_models,
+    command_line,
+    open_page,
+    refuse_launcher,
+)
+from tools.studies.compare.controls import controls_of, with_memory
 from tools.studies.compare.rules import ModelFigures, inequalities, load_configs, model_figures
-from tools.studies.compare.runs import RunStopped, Trainer
+from tools.studies.compare.runs import RunStopped, Trainer, finished_steps
+from tools.studies.compare.side_by_side import Job, run_side_by_side
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,6 +43,7 @@ MOST_ASKED = 8192
 """Facts that a model is asked for, of those that it was told."""
 # Share of the documents, besides those that training reads: some are held out.
 _VALIDATION_FRACTION = 0.01
+_ANSWERS = "recall.json"
 _EPILOG = """\
 examples:
   megamem study recall configs/compare/dense.yaml configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
@@ -41,6 +52,9 @@ Every model is trained on documents that state so many facts (names with random 
 tokens and steps as its configuration says; bytes are its tokens. Then it is asked for the values. The run of a model
 and a number of facts is in DIR/NAME/facts_N, the documents in DIR/data/facts_N. Finished runs are kept and interrupted
 ones resumed.
+
+With --controls, every model with a memory is also told the facts without what makes it one, as `megamem study compare
+--controls` says: it takes seven times as long. With --at-once N, N runs train side by side.
 """
 
 
@@ -61,6 +75,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N",
         help="numbers of facts (default: 1024,4096,16384)",
     )
+    parser.add_argument(
+        "--controls", action="store_true", help="tell every model with a memory again without what makes it one"
+    )
+    add_at_once(parser)
     add_folders(parser, "recall", "recall")
     add_nproc(parser, "1", default=1)
     parser.set_defaults(func=run_recall)
@@ -78,10 +96,13 @@ def run_recall(args: argparse.Namespace) -> int:
     """Trains and asks what is not there yet, and writes the report."""
     refuse_launcher("recall")
     models = list(load_configs(args.configs, args.overrides).values())
+    if args.controls:
+        models += _controls(models)
     for config in models:
         validate(config, args.nproc)
     page = open_page(args, "recall")
-    command = command_line(args, "recall", "--facts", ",".join(map(str, args.facts)))
+    options = ["--facts", ",".join(map(str, args.facts)), *(["--controls"] if args.controls else [])]
+    command = command_line(args, "recall", *options)
     import_engine()
     figures = _figures(models)
     trainer = Trainer(
@@ -90,29 +111,99 @@ def run_recall(args: argparse.Namespace) -> int:
         num_steps=len(models) * len(args.facts) * models[0].train.num_steps,
     )
     found: Recalls = {config.name: {} for config in models}
-
-    def write() -> None:
-        text = report(models[0], figures, found, plot_name=page.plot.name, command=command)
-        page.write(text, svg(plot(found)))
-
     for number in args.facts:
-        data = args.run_dir / "data" / f"facts_{number}"
-        _prepare(data, number, models[0])
-        for config in models:
-            folder = args.run_dir / config.name / f"facts_{number}"
-            told = replace(
-                config,
-                data=DataConfig((DatasetEntry(str(data)),)),
-                evaluation=replace(config.evaluation, every_steps=0),
-            )
-            try:
-                trainer.train(told, folder, f"{config.name}, {number:,} facts")
-            except RunStopped as stopped:
-                return stopped.exit_code
-            found[config.name][number] = _ask(folder, number, config.seed, args.nproc)
-            write()
+        _prepare(_documents(args.run_dir, number), number, models[0])
+    plan = [
+        _Told(_told(config, args.run_dir, number), number, args.run_dir / config.name / f"facts_{number}", args.nproc)
+        for number in args.facts
+        for config in models
+    ]
+    try:
+        if args.at_once > 1:
+            jobs = [
+                Job(run.what, RunFolder(run.folder).logs / "screen.log", partial(run.recalled, run.own_trainer()))
+                for run in plan
+                if not run.is_asked
+            ]
+            run_side_by_side(jobs, args.at_once, args.nproc)
+        for run in plan:
+            found[run.config.name][run.number] = run.recalled(trainer)
+            text = report(models[0], figures, found, plot_name=page.plot.name, command=command)
+            page.write(text, svg(plot(found)))
+    except RunStopped as stopped:
+        return stopped.exit_code
     print(f"\n{table(figures, found)}\n\nreport: {page.path}\nplot: {page.plot}", flush=True)
     return 0
+
+
+def _controls(models: Sequence[RunConfig]) -> list[RunConfig]:
+    """The controls of those with a memory, as models; says which there cannot be.
+
+    Raises:
+        ConfigError: no model has a memory.
+    """
+    from pretrain.data.tokenizer import ByteTokenizer
+
+    controlled = [controls_of(config, ByteTokenizer.vocab_size) for config in with_memory(models)]
+    for each in controlled:
+        for name, why in each.left_out.items():
+            print(f"note: {each.model.name} has no {name}: {why}", flush=True)
+    return [control for each in controlled for control in each.controls.values()]
+
+
+def _documents(run_dir: Path, number: int) -> Path:
+    return run_dir / "data" / f"facts_{number}"
+
+
+def _told(config: RunConfig, run_dir: Path, number: int) -> RunConfig:
+    """A model as it is told so many facts."""
+    return replace(
+        config,
+        data=DataConfig((DatasetEntry(str(_documents(run_dir, number))),)),
+        evaluation=replace(config.evaluation, every_steps=0),
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A model that is told facts, and then asked.
+
+    Attributes:
+        config: with the facts as its data.
+        number: of the facts.
+        folder: of its run.
+        num_ranks: that train and ask.
+    """
+
+    config: RunConfig
+    number: int
+    folder: Path
+    num_ranks: int
+
+    @property
+    def what(self) -> str:
+        """The run in words."""
+        return f"{self.config.name}, {self.number:,} facts"
+
+    @property
+    def is_asked(self) -> bool:
+        """True if its answers are there, and of its last step."""
+        finished = finished_steps(self.config, RunFolder(self.folder)) >= self.config.train.num_steps
+        return finished and (self.folder / _ANSWERS).exists()
+
+    def own_trainer(self) -> Trainer:
+        """A trainer of this run alone."""
+        return Trainer(self.num_ranks, num_runs=1, num_steps=self.config.train.num_steps)
+
+    def recalled(self, trainer: Trainer) -> Recall:
+        """Train it to its end and ask it, unless that is done.
+
+        Raises:
+            CheckpointError: the folder holds a run of something else.
+            RunStopped: the run did not come to its end.
+        """
+        trainer.train(self.config, self.folder, self.what)
+        return _ask(self.folder, self.number, self.config.seed, self.num_ranks)
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
@@ -145,7 +236,7 @@ def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
     from pretrain.run.saved_run import find_checkpoint
 
     saved = find_checkpoint(RunFolder(folder), None)
-    kept = folder / "recall.json"
+    kept = folder / _ANSWERS
     if kept.exists():
         content = json.loads(kept.read_text(encoding="utf-8"))
         if content.pop("step") == saved.step:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrain.errors import ConfigError
 from tools.pages import Page
+from tools.parsers import positive
 from tools.ranks import started_world_size
 
 
@@ -36,6 +37,13 @@ def add_folders(parser: argparse.ArgumentParser, name: str, part: str) -> None:
         type=Path,
         metavar="FILE",
         help=f"markdown file to write, or to fill between its marks; the plot goes beside it (default: DIR/{part}.md)",
+    )
+
+
+def add_at_once(parser: argparse.ArgumentParser) -> None:
+    """Adds `--at-once`, for `run_side_by_side`. It changes no result, and is no part of a report's command."""
+    parser.add_argument(
+        "--at-once", type=positive, default=1, metavar="N", help="runs that train side by side (default: 1)"
     )
 
 

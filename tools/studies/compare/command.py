@@ -14,11 +14,17 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from tools.drawing import svg
 from tools.pages import Page
-from tools.parsers import positive
 from tools.ranks import add_nproc, default_num_ranks, fewest_ranks, import_engine
 from tools.studies.compare.addresses import Addresses, addresses_of
-from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
-from tools.studies.compare.controls import Controlled, controls_of, controls_section
+from tools.studies.compare.arguments import (
+    add_at_once,
+    add_folders,
+    add_models,
+    command_line,
+    open_page,
+    refuse_launcher,
+)
+from tools.studies.compare.controls import Controlled, controls_of, controls_section, with_memory
 from tools.studies.compare.report import Tuned, plot, report, table
 from tools.studies.compare.rules import (
     ModelFigures,
@@ -95,13 +101,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--target-loss", type=float, metavar="NATS", help="also test which models reach this validation loss sooner"
     )
-    parser.add_argument(
-        "--at-once",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="runs that train side by side (default: 1)",
-    )
+    add_at_once(parser)
     parser.add_argument(
         "--grow", type=Path, metavar="FILE", help="train the one CONFIG, then grow it in the ways of this file"
     )
@@ -209,19 +209,10 @@ class Comparison:
         self.trainer = self._trainer(num_trials=0, num_trial_steps=0)
 
     def _controls(self, models: Sequence[RunConfig]) -> list[RunConfig]:
-        """The controls of models as they are now: with other settings, others.
-
-        Raises:
-            ConfigError: no model has a memory.
-        """
+        """The controls of models as they are now: with other settings, others."""
         if not self.has_controls:
             return []
-        with_memory = [config for config in models if config.model.memory is not None]
-        if not with_memory:
-            raise ConfigError(
-                "no model has a memory, and --controls is for those that have one: name one, or leave it out"
-            )
-        return [control for each in _controlled(with_memory) for control in each.controls.values()]
+        return [control for each in _controlled(with_memory(models)) for control in each.controls.values()]
 
     def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
         num_models = len(self.models) + len(self._controls(self.models))
@@ -329,7 +320,7 @@ class Comparison:
             CheckpointError: a folder holds a run of something else.
             RunStopped: a run did not come to its end.
         """
-        self.controlled = _controlled([config for config in self.models if config.model.memory is not None])
+        self.controlled = _controlled(with_memory(self.models))
         self._side_by_side(self._control_jobs())
         for seed in self.seeds:
             for each in self.controlled:

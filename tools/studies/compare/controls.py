@@ -42,6 +42,17 @@ class Controlled:
     left_out: Mapping[str, str]
 
 
+def with_memory(models: Sequence[RunConfig]) -> list[RunConfig]:
+    """Those that can have controls.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if found := [config for config in models if config.model.memory is not None]:
+        return found
+    raise ConfigError("no model has a memory, and --controls is for those that have one: name one, or leave it out")
+
+
 def controls_of(config: RunConfig, vocab_size: int) -> Controlled:
     """The controls of a model with a memory, each named `<model>.<control>`.
 
