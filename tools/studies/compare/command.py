@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.run.folder import RunFolder
-from tools.drawing import svg
-from tools.pages import Page
-from tools.ranks import add_nproc, default_num_ranks, fewest_ranks, import_engine
-from tools.studies.compare.addresses import Addresses, addresses_of
+from tools.ranks import add_nproc, default_num_ranks, fewest_ranks
 from tools.studies.compare.arguments import (
     add_at_once,
     add_folders,
@@ -24,21 +18,13 @@ from tools.studies.compare.arguments import (
     open_page,
     refuse_launcher,
 )
-from tools.studies.compare.controls import Controlled, controls_of, controls_section, with_memory
-from tools.studies.compare.report import Tuned, plot, report, table
+from tools.studies.compare.comparison import Comparison
 from tools.studies.compare.rules import (
-    ModelFigures,
     inequalities,
     load_configs,
-    model_figures,
     overrides_among,
-    with_seed,
 )
-from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
-from tools.studies.compare.side_by_side import Job, run_side_by_side
-from tools.studies.compare.sweep import sweep_picture, swept_key
-from tools.studies.compare.target import check_target, target_section
-from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
+from tools.studies.compare.runs import RunStopped
 
 _EPILOG = """\
 examples:
@@ -160,220 +146,6 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-class Comparison:
-    """Models, and what is known of them so far."""
-
-    def __init__(
-        self,
-        models: list[RunConfig],
-        seeds: Sequence[int],
-        num_ranks: int,
-        run_dir: Path,
-        page: Page,
-        command: str,
-        *,
-        controls: bool = False,
-        target_loss: float | None = None,
-        at_once: int = 1,
-    ) -> None:
-        """Check that every run can be made.
-
-        Args:
-            seeds: of the weights.
-            run_dir: where the runs are.
-            page: for the report.
-            command: what makes it again.
-            controls: models with a memory will have controls.
-            target_loss: in nats per token, which models are to reach; None: there is none.
-            at_once: runs that train side by side.
-
-        Raises:
-            ConfigError: a model or a control cannot be trained with one of the seeds.
-            DataError: the data is not there.
-        """
-        self.has_controls, self.target_loss = controls, target_loss
-        if target_loss is not None:
-            check_target(models, seeds)
-        for config in (*models, *self._controls(models)):
-            for seed in seeds:
-                validate(with_seed(config, seed), num_ranks)
-        import_engine()
-        self.models, self.seeds, self.num_ranks, self.at_once = models, seeds, num_ranks, at_once
-        self.run_dir, self.page, self.command = run_dir, page, command
-        self.figures = _figures(models)
-        self.results: dict[str, list[RunResult]] = {}
-        self.controlled: list[Controlled] = []
-        self.control_results: dict[str, list[RunResult]] = {}
-        self.addresses: dict[str, list[Addresses]] = {}
-        self.tuned: Tuned | None = None
-        self.trainer = self._trainer(num_trials=0, num_trial_steps=0)
-
-    def _controls(self, models: Sequence[RunConfig]) -> list[RunConfig]:
-        """The controls of models as they are now: with other settings, others."""
-        if not self.has_controls:
-            return []
-        return [control for each in _controlled(with_memory(models)) for control in each.controls.values()]
-
-    def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
-        num_models = len(self.models) + len(self._controls(self.models))
-        runs, trials = num_models * len(self.seeds), len(self.models) * num_trials
-        return Trainer(
-            self.num_ranks,
-            num_runs=trials + runs,
-            num_steps=trials * num_trial_steps + runs * self.models[0].train.num_steps,
-        )
-
-    def tune(self, paths: Sequence[str], overrides: list[str], tuning_file: Path) -> None:
-        """Give every model the best settings of its search.
-
-        Args:
-            paths: of the models' files.
-            overrides: of all of them.
-
-        Raises:
-            RunStopped: a trial did not come to its end.
-        """
-        tuning = read_tuning(tuning_file)
-        if tuning.seed in self.seeds:
-            raise ConfigError(
-                f"{tuning_file} tunes with seed {tuning.seed}, which is one of --seeds: what was chosen on a seed says "
-                "nothing on it, so choose others"
-            )
-        searches = [Search(path, overrides, tuning) for path in paths]
-        check_keys(tuning, tuning_file, searches)
-        for config in self.models:
-            validate(searches[0].shortened(config), self.num_ranks)
-        self.trainer = self._trainer(num_trials=tuning.num_trials, num_trial_steps=tuning.num_steps)
-        self.tuned = Tuned(tuning, {})
-        self._side_by_side(
-            [
-                Job(
-                    f"search of {model.name}",
-                    self.run_dir / model.name / "search.log",
-                    partial(self._search, model.name, search, tuning),
-                )
-                for model, search in zip(self.models, searches, strict=True)
-            ]
-        )
-        for index, (model, search) in enumerate(zip(self.models, searches, strict=True)):
-            self._search(model.name, search, tuning)
-            self.tuned = Tuned(tuning, {**self.tuned.trials, model.name: search.trials})
-            self.models[index] = search.best.config
-            self.write()
-
-    def _search(self, name: str, search: Search, tuning: Tuning) -> None:
-        def train(config: RunConfig, number: int) -> float:
-            folder = self.run_dir / config.name / f"trial_{number}"
-            return self.trainer.train(config, folder, f"{name}, trial {number}").validation_loss
-
-        search.run(train)
-        self.trainer.skip(tuning.num_trials - len(search.trials), tuning.num_steps)
-
-    def _side_by_side(self, jobs: Sequence[Job]) -> None:
-        """Do jobs at once whose results are then found, one by one, where they left them. Without `--at-once`, nothing.
-
-        Raises:
-            RunStopped: one did not come to its end.
-        """
-        if self.at_once > 1:
-            run_side_by_side(jobs, self.at_once, self.num_ranks)
-
-    def _jobs(self, plan: Sequence[tuple[RunConfig, str]]) -> list[Job]:
-        """Trainings that are not finished, of configurations with their seeds and names."""
-        jobs = []
-        for config, what in plan:
-            folder = RunFolder(self._folder(config))
-            steps_left = config.train.num_steps - finished_steps(config, folder)
-            if steps_left > 0:
-                trainer = Trainer(self.num_ranks, num_runs=1, num_steps=steps_left)
-                jobs.append(Job(what, folder.logs / "screen.log", partial(trainer.train, config, folder.path, what)))
-        return jobs
-
-    def _folder(self, config: RunConfig) -> Path:
-        """Folder of the run of a configuration and its seed."""
-        return self.run_dir / config.name / f"seed_{config.seed}"
-
-    def train(self) -> None:
-        """Train the runs that are reported, and report them.
-
-        Raises:
-            CheckpointError: a folder holds a run of something else.
-            RunStopped: a run did not come to its end.
-        """
-        plan = [
-            (with_seed(config, seed), f"{config.name}, seed {seed}") for seed in self.seeds for config in self.models
-        ]
-        # Every folder is looked at before the first run starts, so that one of another comparison is found at once.
-        self._side_by_side(self._jobs(plan))
-        for config, what in plan:
-            result = self.trainer.train(config, self._folder(config), what)
-            self.results.setdefault(config.name, []).append(result)
-            self.write()
-        if self.target_loss is not None:
-            print(target_section(self.target_loss, self.models, self.results), flush=True)
-        print(f"\n{table(self.figures, self.results)}\n\nreport: {self.page.path}\nplot: {self.page.plot}", flush=True)
-
-    def train_controls(self) -> None:
-        """Train the controls of every model with a memory, with the models' own settings, and judge it.
-
-        Raises:
-            CheckpointError: a folder holds a run of something else.
-            RunStopped: a run did not come to its end.
-        """
-        self.controlled = _controlled(with_memory(self.models))
-        self._side_by_side(self._control_jobs())
-        for seed in self.seeds:
-            for each in self.controlled:
-                model = with_seed(each.model, seed)
-                found = addresses_of(model, self._folder(model), self.num_ranks)
-                self.addresses.setdefault(each.model.name, []).append(found)
-            for config, what in self._control_plan(seed):
-                result = self.trainer.train(config, self._folder(config), what)
-                self.control_results.setdefault(config.name, []).append(result)
-                self.write()
-        print(controls_section(self.controlled, self.results, self.control_results, self.addresses), flush=True)
-
-    def _control_plan(self, seed: int) -> list[tuple[RunConfig, str]]:
-        return [
-            (with_seed(control, seed), f"{each.model.name}, {name}, seed {seed}")
-            for each in self.controlled
-            for name, control in each.controls.items()
-        ]
-
-    def _control_jobs(self) -> list[Job]:
-        """Controls, seed by seed, and what the trained models lose without their addresses."""
-        jobs = []
-        for seed in self.seeds:
-            for each in self.controlled:
-                model = with_seed(each.model, seed)
-                work = partial(addresses_of, model, self._folder(model), self.num_ranks)
-                screen = RunFolder(self._folder(model)).logs / "addresses.log"
-                jobs.append(Job(f"{model.name}, addresses, seed {seed}", screen, work))
-            jobs += self._jobs(self._control_plan(seed))
-        return jobs
-
-    def write(self) -> None:
-        """Write the report of what is there."""
-        text = report(
-            self.models,
-            self.figures,
-            self.results,
-            seeds=self.seeds,
-            plot_name=self.page.plot.name,
-            command=self.command,
-            tuned=self.tuned,
-        )
-        others = {}
-        if self.tuned is not None and (key := swept_key(self.tuned.tuning)) is not None:
-            others["search"] = svg(sweep_picture(key, self.tuned.trials))
-            text += f"\n![Losses of the search]({self.page.plot_called('search').name})\n"
-        if self.target_loss is not None:
-            text += target_section(self.target_loss, self.models, self.results)
-        if self.controlled:
-            text += controls_section(self.controlled, self.results, self.control_results, self.addresses)
-        self.page.write(text, svg(plot(self.figures, self.results)), **others)
-
-
 def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None, at_once: int) -> int:
     """Number of ranks of each run; configurations by the paths of their files.
 
@@ -388,19 +160,3 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None, at_once: int
             "--nproc (" + ", ".join(f"{path}: {number}" for path, number in wanted.items()) + ")"
         )
     return next(iter(wanted.values()))
-
-
-def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
-    return [model_figures(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
-
-
-def _controlled(models: Sequence[RunConfig]) -> list[Controlled]:
-    return [controls_of(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
-
-
-def _vocab_sizes(models: Sequence[RunConfig]) -> list[int]:
-    """Rows of each model's embedding, and of tables by token; the data has to be there, as its tokenizer may say so."""
-    from pretrain.data.blend import check_blend, model_vocab_size
-
-    tokenizer = check_blend(models[0].data.datasets)
-    return [model_vocab_size(config.model, tokenizer) for config in models]
