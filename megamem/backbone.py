@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -74,43 +74,40 @@ def backbone_parts(
     )
 
 
-def block_spec(layers: range, parts: Parts, sites: Mapping[int, Site]) -> TransformerBlockSubmodules:
+def block_spec(layers: range, parts: Parts, sites: Mapping[int, Sequence[Site]]) -> TransformerBlockSubmodules:
     """The specs of one model chunk's layers.
 
     Args:
         layers: global 0-based numbers of the chunk's layers.
         sites: the chunk's memories, by the layer that they read in.
     """
-    spans = [site.span for site in sites.values()]
+    spans = [site.span for of_layer in sites.values() for site in of_layer]
     specs = []
     for layer in layers:
-        site, block = sites.get(layer), parts.block()
-        if site is not None:
+        of_layer, block = tuple(sites.get(layer, ())), parts.block()
+        for site in of_layer:
             _edit(block, site, parts)
         joins = tuple(span.add == layer for span in pending_before(spans, layer))
-        specs.append(_layer(block, site, joins))
+        specs.append(_layer(block, of_layer, joins))
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
 def _edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
     """Let the slot of a memory change its block."""
-    assert site.plan.slot is not None
     if site.plan.has_layer_norm:
         block.input_layernorm = LayerNorm
-    edit: BlockEdit = pkgutil.resolve_name(site.plan.slot.edit_path)
+    edit: BlockEdit = pkgutil.resolve_name(site.slot.edit_path)
     edit(block, site, parts)
 
 
-def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bool, ...]) -> ModuleSpec:
+def _layer(block: TransformerLayerSubmodules, sites: tuple[Site, ...], joins: tuple[bool, ...]) -> ModuleSpec:
     """The layer around a block; `joins` says of each memory under way before it whether it is added after it."""
-    if site is None and not any(joins):
+    if not sites and not any(joins):
         return ModuleSpec(module=TransformerLayer, submodules=block)
-    slot = None if site is None else site.plan.slot
-    return ModuleSpec(
-        module=MemoryBlock if slot is None else pkgutil.resolve_name(slot.layer_path),
-        params={"site": site, "joins": joins},
-        submodules=block,
-    )
+    # Of two memories one is in attention, which asks for no block of its own.
+    own = [layer for site in sites if (layer := pkgutil.resolve_name(site.slot.layer_path)) is not MemoryBlock]
+    (layer,) = own or (MemoryBlock,)
+    return ModuleSpec(module=layer, params={"sites": sites, "joins": joins}, submodules=block)
 
 
 def _ffn(

@@ -134,19 +134,19 @@ class MemoryBlock(TransformerLayer):
         self,
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
-        site: Site | None,
+        sites: tuple[Site, ...],
         joins: tuple[bool, ...],
         **megatron: Any,
     ) -> None:
         """
         Args:
-            site: this block's memory; None: it has none. Where a chunk's memories read together, what arrives is what
-                they have read, which all blocks pass on.
+            sites: this block's memories. Where a chunk's memories read together, what arrives is what they have read,
+                which all blocks pass on.
             joins: for each output that arrives, whether it is added after this block.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
-        self.plan, self.joins = PLAIN if site is None else site.plan, joins
+        self.plan, self.joins = sites[0].plan if sites else PLAIN, joins
         assert not (self.plan.reads_once and joins)
 
     def forward(
@@ -173,7 +173,7 @@ class MemoryBlock(TransformerLayer):
             read=context if self.plan.reads_once else None,
             query=None if self.plan.queried is None else context,
         )
-        if self.plan.slot is not None and self.plan.slot.is_in_attention:
+        if self.plan.has_memory_in_attention:
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
         normal = self._forward_pre_mlp_layernorm(hidden)

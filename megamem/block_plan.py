@@ -20,16 +20,16 @@ class BlockPlan:
     """One block.
 
     Attributes:
-        slot: where the memory that reads in it acts; None: it has none.
-        memory: index of that memory layer.
+        slots: where the memories that read in it act: none, one, or one in attention and one behind it.
+        memories: indices of their memory layers.
         has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
         reads_once: whether its memory weighs what was read for all blocks of the chunk together.
-        queried: the earlier block whose normalised stream its memory reads with; None: its own.
+        queried: the earlier block whose normalised stream its memory behind attention reads with; None: its own.
         lends_query: whether memories of later blocks read with its normalised stream.
     """
 
-    slot: Slot | None = None
-    memory: int | None = None
+    slots: tuple[Slot, ...] = ()
+    memories: tuple[int, ...] = ()
     has_layer_norm: bool = False
     reads_once: bool = False
     queried: int | None = None
@@ -38,17 +38,17 @@ class BlockPlan:
     @property
     def adds_attention(self) -> bool:
         """True if its attention's output joins the residual stream; else its memory is all that it adds."""
-        return self.slot is None or not self.slot.is_inserted
+        return not any(slot.is_inserted for slot in self.slots)
 
     @property
     def has_ffn(self) -> bool:
         """True if it has a feed-forward, and the norm before it."""
-        return self.slot is None or self.slot.has_ffn
+        return all(slot.has_ffn for slot in self.slots)
 
     @property
     def is_beside_ffn(self) -> bool:
-        """True if memory and feed-forward need nothing of each other, and are added where both are done."""
-        return self.slot == BESIDE
+        """True if a memory and the feed-forward need nothing of each other, and are added where both are done."""
+        return BESIDE in self.slots
 
     @property
     def num_norms(self) -> int:
@@ -58,12 +58,17 @@ class BlockPlan:
     @property
     def has_output_projection(self) -> bool:
         """True if its attention has an output projection."""
-        return self.slot is None or self.slot.has_output_projection
+        return all(slot.has_output_projection for slot in self.slots)
 
     @property
     def splits_latents(self) -> bool:
         """True if latent attention projects the latents of keys and those of values apart."""
-        return self.slot is not None and self.slot.splits_latents
+        return any(slot.splits_latents for slot in self.slots)
+
+    @property
+    def has_memory_in_attention(self) -> bool:
+        """True if attention calls a memory."""
+        return any(slot.is_in_attention for slot in self.slots)
 
 
 PLAIN = BlockPlan()
@@ -73,13 +78,18 @@ PLAIN = BlockPlan()
 @lru_cache(maxsize=64)
 def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """The blocks in which a memory reads, by their numbers from 0; all others are `PLAIN`."""
-    plans = {}
+    plans: dict[int, BlockPlan] = {}
     lending = {span.queried for span in model.memory_spans}
     for index, layer in enumerate(model.memory_layers):
         memory, span, slot = layer.memory, layer.span, layer.memory.slot_of(layer.span)
-        has_layer_norm = slot.is_inserted and memory.placement.norm == "layer"
+        before = plans.get(span.read, PLAIN)
         plans[span.read] = BlockPlan(
-            slot, index, has_layer_norm, memory.reads_once, span.queried, lends_query=span.read in lending
+            (*before.slots, slot),
+            (*before.memories, index),
+            has_layer_norm=slot.is_inserted and memory.placement.norm == "layer",
+            reads_once=memory.reads_once,
+            queried=before.queried if span.queried is None else span.queried,
+            lends_query=span.read in lending,
         )
     return MappingProxyType(plans)
 
@@ -87,6 +97,16 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
 def reads_beside_ffn(model: ModelConfig) -> bool:
     """Tell whether a memory of the model reads its tables while a feed-forward runs."""
     return any(plan.is_beside_ffn and not plan.reads_once for plan in plan_blocks(model).values())
+
+
+def hidden_layers(model: ModelConfig) -> frozenset[str]:
+    """Names of the memory layers in attention behind which their blocks have another one."""
+    return frozenset(
+        layer.name
+        for plan in plan_blocks(model).values()
+        for layer, slot in zip((model.memory_layers[index] for index in plan.memories), plan.slots, strict=True)
+        if slot.is_in_attention and len(plan.memories) > 1
+    )
 
 
 def inserted_blocks(model: ModelConfig) -> tuple[int, ...]:

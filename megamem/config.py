@@ -142,7 +142,8 @@ class ModelConfig(Config):
     second_memory: Annotated[
         MemoryConfig | None, Role.IDENTITY, EffectiveWhen(lambda c: c.memory is not None, "model.memory is set")
     ] = None
-    """Memory layers of another family, in blocks that those of `memory` leave free; null: one family."""
+    """Memory layers of another family, in blocks that those of `memory` leave free, or, of two memories of which one stands
+    in attention and one behind it, in the same; null: one family."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,9 +242,8 @@ class ModelConfig(Config):
         for key, each in (("memory", memory), ("second_memory", second)):
             if not each.stands_beside_others:
                 raise ValueError(
-                    f"model.{key}.kind is {each.kind}, whose layers are inserted blocks, read their tables together or "
-                    "follow attention's heads: such a family is the only one of its model, leave out "
-                    "model.second_memory"
+                    f"model.{key}.kind is {each.kind}, whose layers are inserted blocks or read their tables together: "
+                    "such a family is the only one of its model, leave out model.second_memory"
                 )
         handing_on = [each for each in (memory, second) if each.placement.hands_on]
         if len(handing_on) == 2 and any(each.placement.query_group > 1 for each in handing_on):
@@ -252,13 +252,18 @@ class ModelConfig(Config):
                 f"{second.placement.query_group}, but blocks hand on what one family of memories reads with, and nothing "
                 "else: set query_group: 1, and no spans, for one of them"
             )
-        taken = {span.read for span in resolve_placement(memory.placement, self.num_layers)}
-        both = sorted(taken.intersection(span.read for span in resolve_placement(second.placement, self.num_layers)))
-        if both:
-            raise ValueError(
-                f"model.memory and model.second_memory both have a layer in block {both[0]}: name other blocks in "
-                "model.second_memory.placement.blocks or model.memory.placement.blocks"
-            )
+        slots = (
+            {s.read: each.slot_of(s) for s in resolve_placement(each.placement, self.num_layers)}
+            for each in (memory, second)
+        )
+        one, other = slots
+        for block in sorted(one.keys() & other.keys()):
+            if one[block].is_in_attention == other[block].is_in_attention:
+                raise ValueError(
+                    f"model.memory and model.second_memory both have a layer in block {block}, where one memory stands in "
+                    "attention and one outside of it at the most: name other blocks in "
+                    "model.second_memory.placement.blocks or model.memory.placement.blocks"
+                )
 
     def _check_latents(self, latent: LatentAttentionConfig) -> None:
         if latent.rotary_dim % 2 or latent.rotary_dim >= self.attention_head_dim:

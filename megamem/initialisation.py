@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
 from megamem.bank import Bank
-from megamem.block_plan import plan_blocks, starts_at_zero
+from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.registry import family_of
@@ -66,9 +66,9 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             return Constant(1.0)
         case [*_, "input_layernorm" | "linear_qkv", "bias"]:
             return Constant(0.0)
-        case ["decoder", "layers", block, *_, "memory", own_name]:
-            of_block = _memory_in(int(block), model)
-            return family_of(of_block).distribution(own_name, of_block, model)
+        case ["decoder", "layers", _, *_, "memory", own_name]:
+            memory = _memory_called(name.rpartition(".")[0], model)
+            return family_of(memory).distribution(own_name, memory, model)
         case ["shared_read", own_name] if model.memory is not None:
             return family_of(model.memory).distribution(own_name, model.memory, model)
         case ["banks", _, _]:
@@ -82,10 +82,9 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
     fill(shard.data, distribution, seed=seed, name=shard.key, global_shape=global_shape, offset=offset)
 
 
-def _memory_in(block: int, model: ModelConfig) -> MemoryConfig:
-    number = plan_blocks(model)[block].memory
-    assert number is not None
-    return model.memory_layers[number].memory
+def _memory_called(name: str, model: ModelConfig) -> MemoryConfig:
+    (memory,) = (layer.memory for layer in model.memory_layers if layer.name == name)
+    return memory
 
 
 def _initialise_memory(chunk: nn.Module, model: ModelConfig, seed: int) -> None:

@@ -237,8 +237,8 @@ class MemoryConfig(Config, ABC):
 
     @property
     def stands_beside_others(self) -> bool:
-        """True if a model may have layers of another family, too, in other blocks."""
-        return not (self.is_inserted or self.reads_once or self.follows_heads)
+        """True if a model may have layers of another family, too."""
+        return not (self.is_inserted or self.reads_once)
 
     @property
     def placement_keys(self) -> tuple[str, ...]:

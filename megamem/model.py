@@ -435,13 +435,12 @@ class MemoryGPTModel(GPTModel):
         return [module for module in self.decoder.modules() if isinstance(module, MemorySite)]
 
 
-def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
-    """Memory index by block, for the memories that read in a chunk's blocks `layers`.
+def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:
+    """Indices of the memories that read in a chunk's blocks `layers`, in the order of these.
 
     Raises:
         ValueError: if one of them adds in another chunk.
     """
-    inside = {span.read: index for index, span in enumerate(spans) if span.read in layers}
     for span in spans:
         if span.queried is not None and (span.read in layers) != (span.queried in layers):
             raise ValueError(
@@ -455,7 +454,7 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
                 f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
                 "parallel.pipeline or parallel.virtual_pipeline"
             )
-    return inside
+    return [index for index, span in enumerate(spans) if span.read in layers]
 
 
 def _memories(
@@ -471,14 +470,14 @@ def _memories(
     stage: Copy,
     lent: Mapping[int, Bank],
     halo: Halo,
-) -> tuple[dict[int, Bank], dict[int, Site]]:
+) -> tuple[dict[int, Bank], dict[int, list[Site]]]:
     """The banks of a chunk by global index, and its memories by the block that they read in.
 
     Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
     """
     plan, spans = model.memory_plan, model.memory_spans
-    index_of = _memory_indices(spans, layers)
-    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
+    own = _memory_indices(spans, layers)
+    indices = range(min(own, default=0), max(own, default=-1) + 1)
     device = parameter_device(config)
     banks = {
         spec.index: make_bank(
@@ -492,9 +491,9 @@ def _memories(
         if spec.index not in lent
     }
     found = {**lent, **banks}
-    sites, plans = {}, plan_blocks(model)
-    for layer, index in index_of.items():
-        placed = model.memory_layers[index]
+    sites: dict[int, list[Site]] = {}
+    for placed in (model.memory_layers[index] for index in own):
+        block = placed.span.read
         make_memory = partial(
             family_of(placed.memory).layer(),
             config,
@@ -508,7 +507,8 @@ def _memories(
             tensor_group=tensor_group,
             halo=halo,
         )
-        sites[layer] = Site(plans[layer], placed.span, make_memory)
+        slot = placed.memory.slot_of(placed.span)
+        sites.setdefault(block, []).append(Site(slot, plan_blocks(model)[block], placed.span, make_memory))
     return banks, sites
 
 

@@ -18,7 +18,7 @@ from megamem.config import LatentAttentionConfig
 from megamem.kv_cache import CachingSelfAttention
 from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megamem.side_stream import SideStream
-from megamem.slots import SKIP
+from megamem.slots import SKIP, Slot
 from megamem.spans import Span
 
 
@@ -89,17 +89,19 @@ class Site:
     """One memory of the model.
 
     Attributes:
+        slot: where it acts.
         plan: of its block.
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
     """
 
+    slot: Slot
     plan: BlockPlan
     span: Span
     make_memory: Callable[[], MegatronModule]
 
     def __post_init__(self) -> None:
-        assert self.span.is_skip == (self.plan.slot == SKIP)
+        assert self.span.is_skip == (self.slot == SKIP)
 
 
 BlockEdit: TypeAlias = Callable[[TransformerLayerSubmodules, Site, Parts], None]

@@ -128,7 +128,13 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 def _copies(config: RunConfig) -> Iterator[str]:
     """Every stage has a block that reads the bank of which every stage holds a copy."""
     parallel, model = config.parallel, config.model
-    if not any(bank.on_every_stage for bank in model.memory_plan.banks):
+    reading = {
+        model.memory_spans[layer].read
+        for bank in model.memory_plan.banks
+        if bank.on_every_stage
+        for layer in bank.layers
+    }
+    if not reading:
         return
     try:
         chunks = model_chunks(
@@ -140,7 +146,6 @@ def _copies(config: RunConfig) -> Iterator[str]:
     except ValueError:
         # Refused above.
         return
-    reading = {span.read for span in model.memory_spans}
     for stage in range(parallel.pipeline):
         held = chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
         if not any(reading & set(chunk.layers) for chunk in held):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamem.block_plan import hidden_layers
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
 from parallel.refusals import naming
@@ -158,11 +159,13 @@ def _finite(value: Any) -> Any:
 class MemoryUsage(Callback):
     """Add to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
 
-    It observes the whole step: all its microbatches on all ranks, in training only.
+    It observes the whole step: all its microbatches on all ranks, in training only. Figures go by block: of two memories
+    in one, that in attention, whose rows its tokens name, is not observed.
     """
 
     def on_start(self, run: Run) -> None:
-        layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers]
+        hidden = hidden_layers(run.config.model)
+        layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers if layer.name not in hidden]
         self._collectors = [
             UsageCollector(
                 [layer for layer in layers if layer.memory.kind == memory.kind],

@@ -224,6 +224,7 @@ TEXTS = (
     "tide",
     "engram",
     "engram beside learned keys",
+    "lave in blocks of learned keys",
     "latents, move for values alone",
     "skips",
     "experts",

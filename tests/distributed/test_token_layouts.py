@@ -60,6 +60,8 @@ KINDS: dict[str, MemoryConfig | None] = {
         num_slots=3, gated_standard_path=False, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=1
     ),
     "move, one key/value head, gated": MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2),
+    "lave in blocks of learned keys": LaveConfig(**VALUES),
+    "move in blocks of engram": MoveConfig(num_slots=2, **VALUES),
     "latents without a memory": None,
     "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
@@ -93,7 +95,7 @@ EVERYWHERE = ("move", "lave", "tide", "latents, move", "engram", "engram beside 
 BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
-    "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block"),
+    "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block", "lave in blocks of learned keys"),
     "tensor 4": (
         "move",
         "move, one key/value head",
@@ -104,6 +106,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, move for values alone",
         "engram, ple",
         "engram beside experts",
+        "move in blocks of engram",
     ),
     "context 2 x memory 2": (
         *EVERYWHERE,
@@ -121,6 +124,8 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, lave",
         "latents, engram",
         "engram beside experts",
+        "lave in blocks of learned keys",
+        "move in blocks of engram",
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
@@ -130,6 +135,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "engram beside experts",
         "engram beside learned keys",
         "engram beside learned keys, experts",
+        "move in blocks of engram",
     ),
 }
 """Kinds that are trained on each layout."""
@@ -147,10 +153,12 @@ def config_of(kind: str) -> RunConfig:
     data = replace(SHARED.data, documents="separate" if "documents apart" in kind else "joined")
     optimizer = replace(SHARED.optimizer, tables="row_wise") if kind in BY_ROW else SHARED.optimizer
     memory, second = KINDS[kind], None
-    if "learned keys" in kind:
+    if "beside learned keys" in kind:
         assert memory is not None
         free = tuple(sorted({0, 1, 2, 3} - set(memory.placement.blocks or ())))[:2]
         second, memory = memory, replace(MEMORY, placement=PlacementConfig(blocks=free))
+    if "in blocks of" in kind:
+        second, memory = memory, NGRAMS if kind.endswith("engram") else MEMORY
     return replace(SHARED, model=replace(model, memory=memory, second_memory=second), optimizer=optimizer, data=data)
 
 

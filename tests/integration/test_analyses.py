@@ -21,12 +21,14 @@ from pretrain.data.manifest import TRAIN, open_dataset
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, saved_config
 
+SECOND = {"two families": "engram", "embeddings too": "move"}
+"""Second families, by the runs that have one."""
 NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> dict[str, Path]:
-    """A dense model, TIDE, MoVE, Engram, and Engram beside learned keys."""
+    """A dense model, TIDE, MoVE, Engram, Engram beside learned keys, and MoVE in a block of learned keys."""
     content = yaml.safe_load(config_file.read_text())
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
@@ -43,12 +45,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
         "engram": {"kind": "engram", "value_dim": 8, "heads_per_order": 2, "rows_per_head": 101}
         | {"boundary_id": 256, "placement": {"blocks": [0, 2]}},
         "two families": {"num_keys": 16, "top_k": 4, "value_dim": 16, "pre_value_dim": 8, "placement": {"blocks": [1]}},
+        "embeddings too": {
+            "num_keys": 16,
+            "top_k": 4,
+            "value_dim": 16,
+            "pre_value_dim": 8,
+            "placement": {"blocks": [1, 2]},
+        },
     }
     found = {}
     for name, memory in memories.items():
         content["model"]["memory"] = memory
-        if name == "two families":
-            content["model"]["second_memory"] = memories["engram"]
+        if name in SECOND:
+            content["model"]["second_memory"] = memories[SECOND[name]]
             content["logging"] = {"memory_every_steps": 4}
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(content))
@@ -235,6 +244,24 @@ def test_families_of_one_model_are_analysed_apart(megamem: Megamem, runs: dict[s
     assert observed
     assert all(list(of_blocks) == ["0", "1", "2"] for of_blocks in observed)
     assert all(("top1_score" in of_blocks[block]) == (block == "1") for of_blocks in observed for block in of_blocks)
+
+
+def test_of_two_memories_in_a_block_the_one_behind_attention_is_observed(
+    megamem: Megamem, runs: dict[str, Path]
+) -> None:
+    """Leaving out layers tells both apart."""
+    run = runs["embeddings too"]
+    dropped, printed = analyse(megamem, "layer-drop", run, "--nproc", 1)
+    layers = [(layer["block"], layer["family"]) for layer in dropped[0]["layers"]]
+    assert layers == [(1, "ultramem_v2"), (1, "move"), (2, "ultramem_v2")]
+    assert len({layer["nats"] for layer in dropped[0]["layers"]}) == 3
+    assert "1, move" in printed
+    assert "2, ultramem_v2" not in printed
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    observed = [row["memory"] for row in metrics if "memory" in row]
+    assert observed
+    assert all(list(of_blocks) == ["1", "2"] for of_blocks in observed)
+    assert all("top1_score" in figures for of_blocks in observed for figures in of_blocks.values())
 
 
 def test_ngrams_go_out_as_modules_and_come_in(megamem: Megamem, runs: dict[str, Path], tmp_path: Path) -> None:

@@ -160,12 +160,17 @@ def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None
     assert config.model.qk_norm
     assert config.train == dense.train
     # Those without a memory of their own have value embeddings.
-    assert config.model.memory_kinds == {"dense": "lave", "moe": "lave", "ultramemv2": "ultramem_v2"}.get(
-        path.stem, path.stem
-    )
+    kinds = {
+        "dense": "lave",
+        "moe": "lave",
+        "ultramemv2": "ultramem_v2",
+        "ultramemv2_embeddings": "ultramem_v2 and lave",
+        "engram_embeddings": "engram and lave",
+    }
+    assert config.model.memory_kinds == kinds.get(path.stem, path.stem)
 
 
-@pytest.mark.parametrize("model", ["dense", "ultramemv2"])
+@pytest.mark.parametrize("model", ["dense", "ultramemv2", "ultramem", "move", "engram"])
 def test_models_of_rising_widths_differ_in_nothing_else(model: str) -> None:
     folder = FOLDER / "widths"
     base = load_config(folder / f"{model}_032.yaml")
@@ -178,6 +183,10 @@ def test_models_of_rising_widths_differ_in_nothing_else(model: str) -> None:
             num_attention_heads=factor,
             num_query_groups=factor,
             ffn_hidden_size=base.model.ffn_hidden_size * factor,
+            # Values that nothing projects are as wide as the stream.
+            memory=replace(base.model.memory, value_dim=32 * factor, num_gate_heads=factor)
+            if model == "move"
+            else base.model.memory,
         )
         assert wide == replace(base, name=wide.name, model=expected)
     plain, four = (load_config(folder / f"{model}_128{more}.yaml") for more in ("_plain", ""))

@@ -183,6 +183,10 @@ TWO_FAMILIES = replace(
         ),
     ),
 )
+# Two families in every block, one in attention.
+IN_ONE_BLOCK = replace(
+    SPLIT, model=replace(SPLIT.model, second_memory=LaveConfig(vocab_size=1024, value_dim=256, num_gate_heads=8))
+)
 # Tables in files: rows of two steps are on the device.
 IN_FILES = replace(
     SPLIT,
@@ -245,6 +249,8 @@ CONFIGS = {
     "two families, recomputed": replace(
         TWO_FAMILIES, parallel=ParallelConfig(tensor=2, pipeline=2, memory=4), train=SPLIT.train
     ),
+    "two families, in one block": IN_ONE_BLOCK,
+    "two families, in one block, cut": replace(IN_ONE_BLOCK, parallel=CUT["ring"].parallel, train=CUT["ring"].train),
     "latents, of queries too": QUERIES_TOO,
     "latents, partly trained": PARTLY_TRAINED,
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),

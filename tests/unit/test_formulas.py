@@ -120,6 +120,14 @@ MODELS = {
         memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6, placement=PlacementConfig(blocks=(1,))),
         second_memory=UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/2:3")),
     ),
+    "learned keys and lave in the same blocks": replace(
+        DENSE, memory=MEMORY, second_memory=LaveConfig(placement=PlacementConfig(blocks=(0, 3)), **TOKENS)
+    ),
+    "latents, engram, then move": replace(
+        LATENT,
+        memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6, placement=PlacementConfig(blocks=(1,))),
+        second_memory=MoveConfig(**LATENTS),
+    ),
     "latents": LATENT,
     "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
     "latents, of queries too": replace(LATENT, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)),

@@ -174,14 +174,14 @@ def with_few_blocks(config: RunConfig) -> RunConfig:
     return config
 
 
-def _kinds(model: ModelConfig) -> set[tuple[BlockPlan, bool]]:
-    """Kinds of blocks, and whether a memory shares its bank."""
+def _kinds(model: ModelConfig) -> set[tuple[BlockPlan, tuple[bool, ...]]]:
+    """Kinds of blocks, and whether their memories share a bank."""
     memory = model.memory
     views = () if memory is None else model.memory_plan.views
     shared = Counter(view.bank for view in views)
     plans = plan_blocks(model)
     return {
-        (replace(plan, memory=None), plan.memory is not None and shared[views[plan.memory].bank] > 1)
+        (replace(plan, memories=()), tuple(shared[views[index].bank] > 1 for index in plan.memories))
         for plan in (plans.get(block, PLAIN) for block in range(model.num_layers))
     }
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megamem.block import MemoryBlock, MemorySite
+from megamem.families.engram.config import ENTRY
 from megamem.inputs import Inputs
 from megamem.kv_cache import KeyValueCache
 from megamem.parts import Parts, Site
@@ -42,9 +43,10 @@ class EngramBlock(MemoryBlock):
     """A block behind its memory (`megamem.families.engram.config.ENTRY`)."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, site: Site, **others: Any
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, sites: tuple[Site, ...], **others: Any
     ) -> None:
-        super().__init__(config, submodules, site, **others)
+        super().__init__(config, submodules, sites, **others)
+        (site,) = (site for site in sites if site.slot == ENTRY)
         self.entry = EntryMemory(config, site)
 
     def forward(

@@ -87,18 +87,18 @@ def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str
         yield _whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", shape)
     if plan.num_norms > 1:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
-    if plan.memory is not None:
-        for name, info in memory_weights(model, plan.memory, tensors).items():
-            yield _whole(f"{model.memory_name(plan.memory)}.{name}", f"{theirs}memory.{name}", info.shape)
+    for index in plan.memories:
+        for name, info in memory_weights(model, index, tensors).items():
+            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
     if plan.has_ffn:
-        is_beside = plan.slot is not None and plan.slot.module == "mlp"
+        is_beside = any(slot.module == "mlp" for slot in plan.slots)
         yield from _feed_forward(model, f"{ours}mlp.ffn." if is_beside else f"{ours}mlp.", f"{theirs}mlp.")
 
 
 def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """Plans of the blocks that have memories. Raises CheckpointError where the exported model has no place for one."""
     plans = plan_blocks(model)
-    for slot in {plan.slot for plan in plans.values() if plan.slot is not None}:
+    for slot in {slot for plan in plans.values() for slot in plan.slots}:
         if not slot.is_exported:
             assert model.memory is not None
             raise CheckpointError(

@@ -222,8 +222,7 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
         weights += ffn
     flops = 2.0 * weights
-    if plan.memory is not None:
-        layer = model.memory_layers[plan.memory]
+    for layer in (model.memory_layers[index] for index in plan.memories):
         own, memory = _layer_costs(model, layer), layer.memory
         flops += own.key_flops + own.selection_flops + own.projection_flops
         lookups = memory.num_lookups(layer.number + 1) - memory.num_lookups(layer.number)

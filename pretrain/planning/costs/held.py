@@ -35,9 +35,8 @@ class HeldBytes:
 
 def copied_elements(model: ModelConfig) -> int:
     """Table elements of which every pipeline stage holds a copy."""
-    if model.memory is None:
-        return 0
-    return sum(bank.num_rows for bank in model.memory_plan.banks if bank.on_every_stage) * model.memory.row_width
+    banks = (bank for bank in model.memory_plan.banks if bank.on_every_stage)
+    return sum(bank.num_rows * model.family_of_bank(bank.index).row_width for bank in banks)
 
 
 def _stepped_elements(config: RunConfig, memory: MemoryConfig, elements: int) -> float:

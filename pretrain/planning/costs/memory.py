@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kernels.common.ids import bytes_per_id
+from megamem.block_plan import hidden_layers
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.memory_config import MemoryConfig
@@ -393,14 +394,15 @@ def _memories_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dic
 def _with_memory(
     config: RunConfig, stage: Stage, kept: dict[MemoryPart, float], blocks: Blocks, tokens: int
 ) -> dict[MemoryPart, float]:
-    """Bytes of one block that has a memory, of the family that keeps the most, from the mean over all blocks, of which
-    some have none."""
+    """Bytes of one block that has a memory, of the family that keeps the most, or of both where a block has both; from the
+    mean over all blocks, of which some have none."""
     if len(stage.families) > 1:
         layers = [
             {part: num / family.layers for part, num in _memories_kept(config, family, tokens).items()}
             for family in stage.families
         ]
-        return kept | (max(layers, key=_total) if blocks.memories else {})
+        most = _sum(*layers) if hidden_layers(config.model) else max(layers, key=_total)
+        return kept | (most if blocks.memories else {})
     per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 

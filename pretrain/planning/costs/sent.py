@@ -199,12 +199,17 @@ def _mixed_values(config: RunConfig, stage: Stage) -> float:
     A rank has all heads of its own tokens, and hands each rank its heads, or all of them where ranks share one.
     """
     model, tensor = config.model, config.parallel.tensor
-    memory = model.memory
-    if not isinstance(memory, MixedValuesConfig) or model.latent_attention is not None:
+    if model.latent_attention is not None:
         return 0.0
-    elements = memory.value_dim * (not follows_heads(config)) + memory.num_gate_heads * memory.gated_standard_path
-    passes = stage.blocks.memories + (2 if config.train.recompute == "full" else 1) * stage.backward.memories
-    return passes * elements / (1 if tensor > model.query_groups else tensor)
+    elements = 0
+    for family in stage.families:
+        memory = family.memory
+        if isinstance(memory, MixedValuesConfig):
+            of_layer = memory.value_dim * (not follows_heads(config, memory))
+            of_layer += memory.num_gate_heads * memory.gated_standard_path
+            passes = len(family.lookups) + (2 if config.train.recompute == "full" else 1) * len(family.backward_lookups)
+            elements += passes * of_layer
+    return elements / (1 if tensor > model.query_groups else tensor)
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:

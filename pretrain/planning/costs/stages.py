@@ -291,7 +291,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
         ffns=sum(plan.has_ffn for plan in plans),
         split_weights=split,
         expert_weights=experts,
-        memories=sum(plan.memory is not None for plan in plans),
+        memories=sum(len(plan.memories) for plan in plans),
         beside=sum(plan.is_beside_ffn for plan in plans) if reads_beside_ffn(model) else 0,
         split_latents=sum(plan.splits_latents for plan in plans),
         weights_used_twice=sum(projected_twice(model, plan) for plan in plans),

@@ -144,10 +144,10 @@ def lookup_traffic(
     )
 
 
-def follows_heads(config: RunConfig) -> bool:
-    """Tell whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
-    memory, layout = config.model.memory, config.parallel
-    of_heads = memory is not None and memory.follows_heads and config.model.latent_attention is None
+def follows_heads(config: RunConfig, memory: MemoryConfig) -> bool:
+    """Tell whether the columns of a memory that a rank holds are those of its attention heads, see `lookup_traffic`."""
+    layout = config.parallel
+    of_heads = memory.follows_heads and config.model.latent_attention is None
     return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
@@ -169,11 +169,10 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         row_parts=config.parallel.memory_rows,
         num_tokens=division.rank_tokens,
         element_bytes=config.train.element_bytes,
-        follows_heads=follows_heads(config),
     )
 
     def ways_of(memory: MemoryConfig, rows: int) -> tuple[WayBytes, WayBytes]:
-        lookup = traffic_of(memory, rows)
+        lookup = traffic_of(memory, rows, follows_heads=follows_heads(config, memory))
         return lookup.forward_way, lookup.backward_way
 
     for family in stage.families:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from megamem.block_plan import hidden_layers, plan_blocks
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
+from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -20,9 +23,12 @@ from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, T
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.held import copied_elements
 
 LEARNED = UltraMemV2Config(num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(blocks=(1, 3)))
 NGRAMS = EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=8, placement=PlacementConfig(blocks=(0, 2)))
+TOKENS: Any = {"vocab_size": 61, "value_dim": 32, "num_gate_heads": 4}
+EMBEDDINGS = LaveConfig(**TOKENS)
 MODEL = ModelConfig(num_layers=4, hidden_size=32, vocab_size=61, memory=LEARNED, second_memory=NGRAMS)
 
 
@@ -47,6 +53,28 @@ def test_layers_count_by_blocks_and_banks_by_families() -> None:
     assert model.memory_kinds == "ultramem_v2 and engram"
 
 
+def test_a_block_may_have_one_memory_in_attention_and_one_outside_of_it() -> None:
+    """Names tell them apart; the plan of a block has both, and figures of blocks are of the one outside."""
+    for other, module in ((replace(LEARNED, placement=PlacementConfig(query_group=2)), "mlp"), (NGRAMS, "entry")):
+        model = replace(MODEL, memory=EMBEDDINGS, second_memory=other)
+        both = [block for block in range(4) if module == "mlp" or block in (0, 2)]
+        names = {layer.name for layer in model.memory_layers}
+        assert names == {f"decoder.layers.{block}.self_attention.memory" for block in range(4)} | {
+            f"decoder.layers.{block}.{module}.memory" for block in both
+        }
+        assert hidden_layers(model) == {f"decoder.layers.{block}.self_attention.memory" for block in both}
+        plans = plan_blocks(model)
+        assert [block for block, plan in plans.items() if len(plan.memories) == 2] == both
+        assert all(plan.has_ffn and plan.adds_attention and plan.has_memory_in_attention for plan in plans.values())
+    # The stream that is lent, and the block that it is lent by, are those of the one outside.
+    assert [
+        plans_of.queried
+        for plans_of in plan_blocks(
+            replace(MODEL, memory=replace(LEARNED, placement=PlacementConfig(query_group=2)), second_memory=EMBEDDINGS)
+        ).values()
+    ] == [None, 0, None, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -55,6 +83,10 @@ def test_layers_count_by_blocks_and_banks_by_families() -> None:
             "second_memory.kind is ultramem_v2",
         ),
         ({"second_memory": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 3)))}, "both have a layer in block 3"),
+        (
+            {"memory": EMBEDDINGS, "second_memory": MoveConfig(**TOKENS)},
+            "both have a layer in block 0, where one memory stands in attention and one outside of it at the most",
+        ),
         ({"memory": TideConfig(vocab_size=61, value_dim=32)}, "model.memory.kind is tide"),
         (
             {"second_memory": MidusConfig(num_heads=4, num_keys=32, placement=PlacementConfig(blocks=(0,)))},
@@ -131,3 +163,19 @@ def test_skips_cross_blocks_of_the_other_family() -> None:
     skipping = UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2"))
     model = replace(MODEL, memory=replace(NGRAMS, placement=PlacementConfig(blocks=(1,))), second_memory=skipping)
     assert [(span.read, span.add) for span in model.memory_spans] == [(0, 2), (1, 1)]
+
+
+def test_every_stage_has_a_reader_of_the_bank_of_which_it_holds_a_copy() -> None:
+    """Another family's blocks are none."""
+    embeddings = MoveConfig(**TOKENS, placement=PlacementConfig(blocks=(0, 1)))
+    run = RunConfig(
+        model=replace(MODEL, second_memory=embeddings),
+        train=TrainConfig(sequence_length=16, kernels="torch"),
+        parallel=ParallelConfig(pipeline=2),
+    )
+    with pytest.raises(ConfigError, match=r"stage 1 of parallel\.pipeline 2 has no block with a memory"):
+        validate(run, 2)
+    everywhere = replace(embeddings, placement=PlacementConfig())
+    both = replace(run, model=replace(run.model, second_memory=everywhere))
+    validate(both, 2)
+    assert copied_elements(both.model) == 61 * everywhere.num_slots * 32

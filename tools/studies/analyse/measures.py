@@ -129,8 +129,10 @@ def measure_layers(run: Analysed) -> None:
 
     with restored(run) as (chunks, held_out, groups):
         whole, *without = losses_without_layers(chunks, held_out, run.config, groups)
-        blocks = [span.read for span in run.config.model.memory_spans]
-        layers = [{"block": block, "nats": nats} for block, nats in zip(blocks, without, strict=True)]
+        layers = [
+            {"block": layer.span.read, "family": layer.memory.kind, "nats": nats}
+            for layer, nats in zip(run.config.model.memory_layers, without, strict=True)
+        ]
         write_found(run, groups, nats=whole, layers=layers)
 
 

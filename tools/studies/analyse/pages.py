@@ -80,16 +80,30 @@ def layers_page(found: Sequence[Found]) -> _Page:
         more = layer["nats"] - whole
         changes.append(100 * (_exp(more) - 1))
         change = f"{changes[-1]:+.2f}%"
-        rows.append([str(layer["block"]), f"{layer['nats']:.4f}", f"{more:+.4f}", f"{_exp(layer['nats']):.4g}", change])
+        rows.append(
+            [
+                _label(layer, of_run["layers"]),
+                f"{layer['nats']:.4f}",
+                f"{more:+.4f}",
+                f"{_exp(layer['nats']):.4g}",
+                change,
+            ]
+        )
     figure, (axes,) = _panels(1)
     axes.bar(range(len(changes)), changes)
     # A layer may be worth a thousand others.
     axes.set_yscale("symlog", linthresh=1)
-    axes.set_xticks(range(len(changes)), [str(layer["block"]) for layer in of_run["layers"]])
+    axes.set_xticks(range(len(changes)), [_label(layer, of_run["layers"]) for layer in of_run["layers"]])
     axes.set_xlabel("block whose memory adds nothing")
     axes.set_ylabel("change of perplexity in %")
     head = ["left out", "nats per token", "more nats", "perplexity", "change"]
     return "What each layer's memory is worth", head, rows, figure
+
+
+def _label(layer: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
+    """A memory layer's block, and its family where the block has two."""
+    block = layer["block"]
+    return f"{block}, {layer['family']}" if sum(other["block"] == block for other in layers) > 1 else str(block)
 
 
 def _exp(nats: float) -> float:
