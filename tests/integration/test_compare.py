@@ -287,12 +287,14 @@ def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: 
 
 def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
     """With the model's own losses after training; a second call trains and measures nothing."""
-    memory, options = models[1], ("--seeds", 1, "--controls")
+    memory, options = models[1], ("--seeds", 1, "--controls", "--at-once", 2, "--nproc", 1)
     refused = megamem("compare", models[2], "--run-dir", tmp_path, *options, *SHORT)
     assert refused.code == 2
     assert "no model has a memory" in refused.output
     result = compare(megamem, [memory], tmp_path, *options)
-    assert "run 7 of 7: memory, experts, seed 1: 4 steps to go" in result.output
+    assert "7 of 7 done" in result.output
+    assert "memory, addresses, seed 1, in " in result.output
+    assert "run 7 of 7: memory, experts, seed 1: finished" in result.output
     page = (tmp_path / "comparison.md").read_text()
     found = json.loads((tmp_path / "memory" / "seed_1" / "addresses.json").read_text())
     (evaluation,) = evaluations(tmp_path / "memory" / "seed_1")
@@ -311,6 +313,7 @@ def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, model
     assert "--controls" in page
     again = compare(megamem, [memory], tmp_path, *options)
     assert "steps to go" not in again.output
+    assert "memory, experts, seed 1, in " not in again.output
     assert (tmp_path / "comparison.md").read_text() == page
 
 
