@@ -20,11 +20,11 @@ class BlockPlan:
     """One block.
 
     Attributes:
-        slots: where the memories that read in it act: none, one, or one in attention and one behind it.
+        slots: where the memories that read in it act: none, one, or one in attention and one outside of it.
         memories: indices of their memory layers.
         has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
         reads_once: whether its memory weighs what was read for all blocks of the chunk together.
-        queried: the earlier block whose normalised stream its memory behind attention reads with; None: its own.
+        queried: the earlier block whose normalised stream its memory outside of attention reads with; None: its own.
         lends_query: whether memories of later blocks read with its normalised stream.
     """
 
@@ -100,7 +100,7 @@ def reads_beside_ffn(model: ModelConfig) -> bool:
 
 
 def hidden_layers(model: ModelConfig) -> frozenset[str]:
-    """Names of the memory layers in attention behind which their blocks have another one."""
+    """Names of the memory layers in attention whose blocks have another one, of which figures of blocks are."""
     return frozenset(
         layer.name
         for plan in plan_blocks(model).values()

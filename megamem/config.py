@@ -142,8 +142,8 @@ class ModelConfig(Config):
     second_memory: Annotated[
         MemoryConfig | None, Role.IDENTITY, EffectiveWhen(lambda c: c.memory is not None, "model.memory is set")
     ] = None
-    """Memory layers of another family, in blocks that those of `memory` leave free, or, of two memories of which one stands
-    in attention and one behind it, in the same; null: one family."""
+    """Memory layers of another family, in blocks that those of `memory` leave free, or in the same, where one of the two
+    stands in attention and one outside of it; null: one family."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,9 +260,9 @@ class ModelConfig(Config):
         for block in sorted(one.keys() & other.keys()):
             if one[block].is_in_attention == other[block].is_in_attention:
                 raise ValueError(
-                    f"model.memory and model.second_memory both have a layer in block {block}, where one memory stands in "
-                    "attention and one outside of it at the most: name other blocks in "
-                    "model.second_memory.placement.blocks or model.memory.placement.blocks"
+                    f"model.memory and model.second_memory both have a layer in block {block}, which has room for one in "
+                    "attention and one outside of it: name other blocks in model.second_memory.placement.blocks or "
+                    "model.memory.placement.blocks"
                 )
 
     def _check_latents(self, latent: LatentAttentionConfig) -> None:

@@ -14,6 +14,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.studies.compare.rules import load_configs
+from tools.studies.compare.tuning import read_tuning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")
@@ -168,6 +169,16 @@ def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None
         "engram_embeddings": "engram and lave",
     }
     assert config.model.memory_kinds == kinds.get(path.stem, path.stem)
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "strong" / "tuned").glob("*.yaml")), ids=lambda path: path.stem)
+def test_tuned_strong_models_have_settings_that_the_search_tries(path: Path) -> None:
+    own, found = load_config(FOLDER / "strong" / path.name), load_config(path)
+    tried = read_tuning(FOLDER.parent / "tuning" / "strong.yaml").values
+    changed = {name for name in vars(own.optimizer) if getattr(own.optimizer, name) != getattr(found.optimizer, name)}
+    assert found == replace(own, optimizer=replace(own.optimizer, **{n: getattr(found.optimizer, n) for n in changed}))
+    assert changed
+    assert all(getattr(found.optimizer, name) in tried[f"optimizer.{name}"] for name in changed)
 
 
 @pytest.mark.parametrize("model", ["dense", "ultramemv2", "ultramem", "move", "engram"])

@@ -85,7 +85,7 @@ def test_a_block_may_have_one_memory_in_attention_and_one_outside_of_it() -> Non
         ({"second_memory": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 3)))}, "both have a layer in block 3"),
         (
             {"memory": EMBEDDINGS, "second_memory": MoveConfig(**TOKENS)},
-            "both have a layer in block 0, where one memory stands in attention and one outside of it at the most",
+            "both have a layer in block 0, which has room for one in attention and one outside of it",
         ),
         ({"memory": TideConfig(vocab_size=61, value_dim=32)}, "model.memory.kind is tide"),
         (
