@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, saved_config
 from tools.parsers import add_command
+from tools.vocabulary import with_vocabulary_of
 from tools.words import size_in_words
 
 _EPILOG = """\
@@ -58,13 +58,11 @@ def run_tables(args: argparse.Namespace) -> int:
     config = saved_config(saved, ParallelConfig())
     memory = token_tables(config, "megamem tables")
     form = form_of(args.form, memory)
-    from pretrain.data.blend import model_vocab_size
     from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.evaluation.stored_tables import write_tables
 
     if config.model.vocab_size is None:
-        vocab_size = model_vocab_size(config.model, open_saved_tokenizer(RunFolder(args.run).tokenizer))
-        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+        config = with_vocabulary_of(config, open_saved_tokenizer(RunFolder(args.run).tokenizer))
     try:
         num_bytes = write_tables(saved.path, config, memory, form, args.output)
     except OSError as error:
@@ -119,7 +117,7 @@ def bytes_of(form: TableForm, config: RunConfig, memory: TokenTableConfig) -> in
 
 def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str], as_json: bool) -> None:
     """Run `megamem eval --tables` on one rank: the model with its tables in one form after the other."""
-    from pretrain.data.blend import check_blend, model_vocab_size
+    from pretrain.data.blend import check_blend
     from pretrain.data.held_out import HeldOutDataset
     from pretrain.engine.session import session
     from pretrain.evaluation.evaluate import evaluate
@@ -130,8 +128,7 @@ def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str
     memory = token_tables(config, "--tables")
     with session(config) as groups:
         tokenizer = check_blend(config.evaluated)
-        vocab_size = model_vocab_size(config.model, tokenizer)
-        sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
+        sized = with_vocabulary_of(config, tokenizer)
         separate = config.data.documents == "separate"
         held_out = HeldOutDataset(config.evaluated, config.train.sequence_length, separate_documents=separate)
         found: dict[str, dict[str, Any]] = {}

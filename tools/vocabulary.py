@@ -1,18 +1,32 @@
-"""Models whose vocabulary is left to a tokenizer, where there is none."""
+"""Models whose vocabulary is left to a tokenizer, where there is one and where there is none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pretrain.data.tokenizer import Tokenizer
+
+
+def with_vocabulary_of(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """The configuration with a vocabulary: its own, or that of its data's tokenizer.
+
+    Raises:
+        ConfigError: its own is the smaller one, or a memory has no rows for some ids.
+    """
+    from pretrain.data.blend import model_vocab_size
+
+    return _with(config, model_vocab_size(config.model, tokenizer))
 
 
 def with_vocabulary(config: RunConfig, num_ids: int) -> RunConfig:
     """The configuration with a vocabulary: its own, or that of its memory of tokens, or else so many ids."""
     model = config.model
-    vocab_size = model.vocab_size or getattr(model.memory, "vocab_size", None) or num_ids
-    return replace(config, model=replace(model, vocab_size=vocab_size))
+    return _with(config, model.vocab_size or getattr(model.memory, "vocab_size", None) or num_ids)
 
 
 def check_has_vocabulary(config: RunConfig, path: str) -> None:
@@ -23,3 +37,7 @@ def check_has_vocabulary(config: RunConfig, path: str) -> None:
     """
     if config.model.vocab_size is None:
         raise ConfigError(f"{path} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304")
+
+
+def _with(config: RunConfig, vocab_size: int) -> RunConfig:
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))

@@ -19,7 +19,6 @@ import numpy as np
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
-from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
@@ -27,6 +26,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
 from pretrain.train.health.memories import Finding, findings
 from tools.run_status import Standing, standing_of
+from tools.vocabulary import with_vocabulary_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")
 """Figures in the rows of steps."""
@@ -165,10 +165,10 @@ def _with_config(record: RunRecord, folder: RunFolder) -> RunRecord:
     except ConfigError as error:
         return replace(record, config_problem=str(error))
     try:
-        vocab_size = model_vocab_size(config.model, open_saved_tokenizer(folder.tokenizer))
+        sized = with_vocabulary_of(config, open_saved_tokenizer(folder.tokenizer))
     except DataError:
         return replace(record, config=config)
-    return replace(record, config=config, parameters=count_parameters(replace(config.model, vocab_size=vocab_size)))
+    return replace(record, config=config, parameters=count_parameters(sized.model))
 
 
 def read_metrics_file(path: Path) -> Metrics:

@@ -29,6 +29,7 @@ from tools.studies.compare.controls import controls_of, with_memory
 from tools.studies.compare.rules import ModelFigures, inequalities, load_configs, model_figures
 from tools.studies.compare.runs import RunStopped, Trainer, finished_steps
 from tools.studies.compare.side_by_side import Job, run_side_by_side
+from tools.vocabulary import with_vocabulary_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,7 +210,7 @@ class _Told:
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     from pretrain.data.tokenizer import ByteTokenizer
 
-    return [model_figures(config, ByteTokenizer.vocab_size) for config in models]
+    return [model_figures(with_vocabulary_of(config, ByteTokenizer())) for config in models]
 
 
 def _prepare(folder: Path, number: int, config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from tools.studies.compare.side_by_side import Job, run_side_by_side
 from tools.studies.compare.sweep import sweep_picture, swept_key
 from tools.studies.compare.target import check_target, target_section
 from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
+from tools.vocabulary import with_vocabulary_of
 
 
 class Comparison:
@@ -243,16 +244,15 @@ class Comparison:
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
-    return [model_figures(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
+    """Those of models whose data is there, as its tokenizer may say how many ids they have."""
+    from pretrain.data.blend import check_blend
+
+    tokenizer = check_blend(models[0].data.datasets)
+    return [model_figures(with_vocabulary_of(config, tokenizer)) for config in models]
 
 
 def _controlled(models: Sequence[RunConfig]) -> list[Controlled]:
-    return [controls_of(config, size) for config, size in zip(models, _vocab_sizes(models), strict=True)]
-
-
-def _vocab_sizes(models: Sequence[RunConfig]) -> list[int]:
-    """Rows of each model's embedding, and of tables by token; the data has to be there, as its tokenizer may say so."""
     from pretrain.data.blend import check_blend, model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
-    return [model_vocab_size(config.model, tokenizer) for config in models]
+    return [controls_of(config, model_vocab_size(config.model, tokenizer)) for config in models]

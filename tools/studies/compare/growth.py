@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tools.studies.compare.key_files import read_keys
 from tools.studies.compare.rules import load_configs, model_figures, overrides_among, with_seed
 from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
 from tools.studies.compare.tuning import in_words
+from tools.vocabulary import with_vocabulary_of
 
 _MEMORY_KEY = "model.memory."
 _WAY = {"insert": METHODS, "blocks": None, "placement": PLACEMENTS, "trained": ("inserted", "all"), "keys": None}
@@ -169,10 +170,9 @@ class GrowthComparison:
             ConfigError: a model cannot be grown in one of the ways, or not trained.
             DataError: the data is not there.
         """
-        from pretrain.data.blend import check_blend, model_vocab_size
+        from pretrain.data.blend import check_blend
 
-        vocab_size = model_vocab_size(base.model, check_blend(base.data.datasets))
-        self.base = replace(base, model=replace(base.model, vocab_size=vocab_size))
+        self.base = with_vocabulary_of(base, check_blend(base.data.datasets))
         self.growth, self.seeds, self.run_dir, self.page, self.command = growth, seeds, run_dir, page, command
         self.num_ranks = num_ranks or default_num_ranks(base.parallel)
         later = [text for text in overrides if not text.startswith("model.")]
@@ -190,9 +190,8 @@ class GrowthComparison:
         self.results: dict[str, list[RunResult]] = {}
 
     def _figures(self, config: RunConfig, way: Way | None) -> GrownFigures:
-        assert config.model.vocab_size is not None
-        costs = model_figures(config, config.model.vocab_size)
-        added = costs.total - model_figures(self.base, config.model.vocab_size).total
+        costs = model_figures(config)
+        added = costs.total - model_figures(self.base).total
         return GrownFigures(costs, added, added if way is not None and way.freezes else costs.total)
 
     def train(self) -> None:

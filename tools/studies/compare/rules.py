@@ -115,9 +115,10 @@ def with_seed(config: RunConfig, seed: int) -> RunConfig:
     return replace(config, seed=seed, data=replace(config.data, seed=config.data_seed))
 
 
-def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
-    """The closed formulas' figures of a configuration's model with so many token ids."""
-    model = replace(config.model, vocab_size=vocab_size)
+def model_figures(config: RunConfig) -> ModelFigures:
+    """The closed formulas' figures of a configuration's model, which has a vocabulary."""
+    model = config.model
+    assert model.vocab_size is not None
     counts = count_parameters(model)
     return ModelFigures(
         name=config.name,

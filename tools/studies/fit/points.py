@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 
 from pretrain.config.stages import load_config
-from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from tools.studies.compare.runs import read_result
+from tools.vocabulary import with_vocabulary_of
 
 RESOURCES = {"compute": "C, TFLOPs", "rows": "N, rows", "reads": "K, rows read per token"}
 """By the keys of amounts: symbols of the law, units and words."""
@@ -65,12 +65,10 @@ def _point(name: str, run: RunFolder) -> Point | None:
     result = read_result(run.metrics, config)
     if result is None:
         return None
-    model = config.model
-    if model.vocab_size is None:
-        sized = load_config(
-            run.config, [f"model.vocab_size={model_vocab_size(model, open_saved_tokenizer(run.tokenizer))}"]
-        )
-        model = sized.model
+    # A run whose model names its vocabulary may have left its tokenizer behind.
+    model = (
+        config if config.model.vocab_size else with_vocabulary_of(config, open_saved_tokenizer(run.tokenizer))
+    ).model
     tokens = config.train.num_steps * config.train.tokens_per_step
     amounts = {"compute": tokens * training_flops_per_token(model, config.train.sequence_length) / 1e12}
     if model.memories:
