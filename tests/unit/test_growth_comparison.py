@@ -62,6 +62,31 @@ def test_the_shipped_ways_add_alike_and_train_what_the_paper_trains() -> None:
     assert grown["memory-16x"].optimizer == faster.optimizer
 
 
+def test_the_second_file_changes_one_thing_at_a_time() -> None:
+    """Its tokens, and some of its ways, are the first file's."""
+    base = load_config(FOLDER / "small.yaml", ["model.vocab_size=4096"])
+    files = [read_growth(FOLDER / f"{name}.yaml") for name in ("growth", "growth_memory")]
+    assert files[0].continued == files[1].continued
+    grown, more = ({way.name: planned(base, growth, way, []) for way in growth.ways} for growth in files)
+    assert all(more[name] == grown[name] for name in ("continued", "llama-pro", "memory-16x"))
+    memory = more["memory-16x"]
+    placed = {name: more[f"memory-16x-{name}"].model.memory.placement.blocks for name in ("first", "last", "four")}
+    assert placed == {"first": (0, 2), "last": (2, 4), "four": (0, 2, 4, 6)}
+    for name in ("first", "last", "four"):
+        # Which blocks are trained follows from which there are.
+        free = replace(more[f"memory-16x-{name}"].optimizer, trained_layers=memory.optimizer.trained_layers)
+        assert free == memory.optimizer
+    for name, of in (
+        ("memory-64x", "memory-16x"),
+        ("memory-64x-keys-4x", "memory-16x"),
+        ("memory-16x-all", "memory-16x"),
+    ):
+        assert more[name].model == more[of].model
+    assert more["memory-64x"].optimizer == replace(memory.optimizer, value_lr=0.256)
+    assert more["memory-16x-all"].optimizer.trained_layers is None
+    assert more["llama-pro-all"].model == more["llama-pro"].model
+
+
 def test_overrides_of_the_command_line_come_last() -> None:
     base, growth = load_config(FOLDER / "small.yaml"), read_growth(FOLDER / "growth.yaml")
     config = planned(base, growth, growth.ways[1], ["train.num_steps=40", "optimizer.value_lr=0.5"])
