@@ -22,12 +22,16 @@ _NUM_PARTS = 64
 def picture(found: Sequence[Fit]) -> Figure:
     """A panel of losses over compute: dots per family, and a line where it has a law."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     model_colours(axes)
     axes.grid(alpha=0.4)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda amount, _: f"{amount:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_xlabel(RESOURCES["compute"])
     axes.set_ylabel("validation loss in nats per token")
     for each in found:
