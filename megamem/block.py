@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -31,6 +31,8 @@ class MemorySite(nn.Module):
     memory: MegatronModule
     memory_enabled: bool = True
     """Off for ablation."""
+    is_at_entry: ClassVar[bool] = False
+    """True if it stands before attention; others come in the order of a block's modules."""
 
     @abstractmethod
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:

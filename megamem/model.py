@@ -432,7 +432,12 @@ class MemoryGPTModel(GPTModel):
         return torch.cat((packed, *addresses))
 
     def _memory_sites(self) -> list[MemorySite]:
-        return [module for module in self.decoder.modules() if isinstance(module, MemorySite)]
+        """In the order of a forward pass, which ranks without a token follow."""
+        found: list[MemorySite] = []
+        for block in self.decoder.layers:
+            of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
+            found += sorted(of_block, key=lambda site: not site.is_at_entry)
+        return found
 
 
 def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:

@@ -5,7 +5,7 @@ Legend: t tokens of a sequence on this rank between tensor-parallel regions, b s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +25,8 @@ def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
 
 class EntryMemory(MegatronModule, MemorySite):
     """The memory at a block's entry."""
+
+    is_at_entry: ClassVar[bool] = True
 
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         super().__init__(config=config)
