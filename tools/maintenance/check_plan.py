@@ -147,7 +147,8 @@ def shipped_models() -> list[str]:
     return [
         str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
         for path in sorted(CONFIGS.rglob("*.yaml"))
-        if path.parent.name not in _NO_MODELS and path.stem not in ("base", "recipe", "three_phases", "growth")
+        if path.parent.name not in _NO_MODELS
+        and path.stem not in ("base", "recipe", "three_phases", "growth", "growth_memory")
     ]
 
 
