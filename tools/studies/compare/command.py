@@ -108,9 +108,13 @@ def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
     refuse_launcher("compare")
     if args.grow is not None:
-        for option in ("controls", "target_loss", "at_once"):
-            if getattr(args, option) not in (False, None, 1):
-                raise ConfigError(f"--{option.replace('_', '-')} does not go with --grow: leave one of them out")
+        given = {
+            "--controls": args.controls,
+            "--target-loss": args.target_loss is not None,
+            "--at-once": args.at_once > 1,
+        }
+        if refused := [option for option, is_given in given.items() if is_given]:
+            raise ConfigError(f"{refused[0]} does not go with --grow: leave one of them out")
         from tools.studies.compare.growth import run_growth
 
         return run_growth(args)
