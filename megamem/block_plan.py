@@ -99,8 +99,8 @@ def reads_beside_ffn(model: ModelConfig) -> bool:
     return any(plan.is_beside_ffn and not plan.reads_once for plan in plan_blocks(model).values())
 
 
-def hidden_layers(model: ModelConfig) -> frozenset[str]:
-    """Names of the memory layers in attention whose blocks have another one, of which figures of blocks are."""
+def paired_in_attention(model: ModelConfig) -> frozenset[str]:
+    """Names of the memory layers in attention whose blocks have another memory, too."""
     return frozenset(
         layer.name
         for plan in plan_blocks(model).values()

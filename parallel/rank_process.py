@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from parallel.atomic_write import atomic_write
+from parallel.log_tail import log_tail
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
@@ -57,10 +58,7 @@ class RankPlan:
 
     def log_tail(self) -> str:
         """The last lines that the rank printed, if that went to a file."""
-        if self.log is None:
-            return ""
-        self.log.seek(max(self.log_start, os.fstat(self.log.fileno()).st_size - 64 * 1024))
-        return "\n".join(self.log.read().decode(errors="replace").splitlines()[-30:])
+        return "" if self.log is None else log_tail(self.log, self.log_start)
 
 
 def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoReturn:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamem.block_plan import hidden_layers
+from megamem.block_plan import paired_in_attention
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
 from parallel.refusals import naming
@@ -164,8 +164,10 @@ class MemoryUsage(Callback):
     """
 
     def on_start(self, run: Run) -> None:
-        hidden = hidden_layers(run.config.model)
-        layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers if layer.name not in hidden]
+        unobserved = paired_in_attention(run.config.model)
+        layers = [
+            layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers if layer.name not in unobserved
+        ]
         self._collectors = [
             UsageCollector(
                 [layer for layer in layers if layer.memory.kind == memory.kind],

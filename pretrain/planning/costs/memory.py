@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kernels.common.ids import bytes_per_id
-from megamem.block_plan import hidden_layers
+from megamem.block_plan import paired_in_attention
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.memory_config import MemoryConfig
@@ -401,7 +401,7 @@ def _with_memory(
             {part: num / family.layers for part, num in _memories_kept(config, family, tokens).items()}
             for family in stage.families
         ]
-        most = _sum(*layers) if hidden_layers(config.model) else max(layers, key=_total)
+        most = _sum(*layers) if paired_in_attention(config.model) else max(layers, key=_total)
         return kept | (most if blocks.memories else {})
     per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megamem.block_plan import hidden_layers, plan_blocks
+from megamem.block_plan import paired_in_attention, plan_blocks
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -62,7 +62,7 @@ def test_a_block_may_have_one_memory_in_attention_and_one_outside_of_it() -> Non
         assert names == {f"decoder.layers.{block}.self_attention.memory" for block in range(4)} | {
             f"decoder.layers.{block}.{module}.memory" for block in both
         }
-        assert hidden_layers(model) == {f"decoder.layers.{block}.self_attention.memory" for block in both}
+        assert paired_in_attention(model) == {f"decoder.layers.{block}.self_attention.memory" for block in both}
         plans = plan_blocks(model)
         assert [block for block, plan in plans.items() if len(plan.memories) == 2] == both
         assert all(plan.has_ffn and plan.adds_attention and plan.has_memory_in_attention for plan in plans.values())

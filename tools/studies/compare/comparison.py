@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -138,14 +138,14 @@ class Comparison:
         search.run(train)
         self.trainer.skip(tuning.num_trials - len(search.trials), tuning.num_steps)
 
-    def _side_by_side(self, jobs: Sequence[Job]) -> None:
+    def _side_by_side(self, jobs: Iterable[Job]) -> None:
         """Do jobs at once whose results are then found, one by one, where they left them. Without `--at-once`, nothing.
 
         Raises:
             RunStopped: one did not come to its end.
         """
         if self.at_once > 1:
-            run_side_by_side(jobs, self.at_once, self.num_ranks)
+            run_side_by_side(list(jobs), self.at_once, self.num_ranks)
 
     def _jobs(self, plan: Sequence[tuple[RunConfig, str]]) -> list[Job]:
         """Trainings that are not finished, of configurations with their seeds and names."""
@@ -209,17 +209,15 @@ class Comparison:
             for name, control in each.controls.items()
         ]
 
-    def _control_jobs(self) -> list[Job]:
+    def _control_jobs(self) -> Iterator[Job]:
         """Controls, seed by seed, and what the trained models lose without their addresses."""
-        jobs = []
         for seed in self.seeds:
             for each in self.controlled:
                 model = with_seed(each.model, seed)
                 work = partial(addresses_of, model, self._folder(model), self.num_ranks)
                 screen = RunFolder(self._folder(model)).logs / "addresses.log"
-                jobs.append(Job(f"{model.name}, addresses, seed {seed}", screen, work))
-            jobs += self._jobs(self._control_plan(seed))
-        return jobs
+                yield Job(f"{model.name}, addresses, seed {seed}", screen, work)
+            yield from self._jobs(self._control_plan(seed))
 
     def write(self) -> None:
         """Write the report of what is there."""

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallel.devices import num_visible_gpus, show_gpus
+from parallel.log_tail import log_tail
 from parallel.parent_death import signal_on_parent_death
 from parallel.stop_signals import STOP_SIGNALS
 from pretrain.errors import StoppedEarly, UserError
 from tools.studies.compare.runs import RunStopped
 from tools.words import ending
-
-_NUM_TAIL_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -187,6 +186,5 @@ def _failed(each: _Running, code: int) -> str:
 
 def _tail(each: _Running) -> str:
     """The last lines that a job printed."""
-    with each.job.screen.open("rb") as file:
-        file.seek(each.screen_start)
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-_NUM_TAIL_LINES:])
+    with each.job.screen.open("rb") as screen:
+        return log_tail(screen, each.screen_start)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from pretrain.config.schema import RunConfig
 from tools.drawing import model_colours
 from tools.studies.compare.tuning import Trial, Tuning
 
@@ -33,17 +33,11 @@ def sweep_picture(key: str, trials: Mapping[str, Sequence[Trial]]) -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel(key)
     axes.set_ylabel("validation loss in nats per token")
+    value_of = attrgetter(key)
     for name, of_model in trials.items():
-        points = sorted((_value(trial.config, key), trial.loss) for trial in of_model)
+        points = sorted((float(value_of(trial.config)), trial.loss) for trial in of_model)
         (line,) = axes.plot(*zip(*points, strict=True), label=name)
         best = min(points, key=lambda point: point[1])
         axes.plot(*best, "o", color=line.get_color())
     figure.legend(loc="outside right upper", frameon=False)
     return figure
-
-
-def _value(config: RunConfig, key: str) -> float:
-    value = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return float(value)  # type: ignore[arg-type]

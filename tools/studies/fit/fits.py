@@ -19,7 +19,6 @@ class Fit:
         family: its name.
         seen: models that the law is fitted to.
         held: models that it is to predict.
-        terms: resources that have a term, besides E.
         law: None: these models do not settle one.
         lack: what is missing, in words.
     """
@@ -27,14 +26,8 @@ class Fit:
     family: str
     seen: tuple[Point, ...]
     held: tuple[Point, ...]
-    terms: tuple[str, ...]
     law: Law | None
     lack: tuple[str, ...]
-
-    def predict(self, point: Point) -> float:
-        """The law's loss for a model."""
-        assert self.law is not None
-        return self.law.predict({name: point.amounts[name] for name in self.terms})
 
 
 def fits(points: Sequence[Point], hold_out: Sequence[str] | None = None) -> list[Fit]:
@@ -67,7 +60,7 @@ def _fit(family: str, points: Sequence[Point], hold_out: Sequence[str] | None) -
     else:
         lack += [f"{family}: more {name} do not lower these losses" for name in law.useless]
         lack += [f"{family}: these losses leave the exponent of {name} open" for name in law.unsettled]
-    return Fit(family, seen, held, tuple(amounts), law, tuple(lack))
+    return Fit(family, seen, held, law, tuple(lack))
 
 
 def _resources(family: str, points: Sequence[Point]) -> tuple[dict[str, list[float]], list[str]]:
@@ -100,7 +93,7 @@ def report(found: Sequence[Fit]) -> str:
         laws.append((each.family, ", ".join(p.name for p in each.seen), formula(each.law), f"{each.law.residual:.4f}"))
         nearest = largest(each.seen)
         for point in each.held:
-            predicted = each.predict(point)
+            predicted = each.law.predict(point.amounts)
             predictions.append(
                 (
                     point.name,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tools.drawing import model_colours
 from tools.studies.fit.fits import Fit
-from tools.studies.fit.points import RESOURCES, Point, largest
+from tools.studies.fit.points import RESOURCES, largest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,4 +58,4 @@ def _course(each: Fit) -> Iterator[tuple[float, float]]:
     low, high = (limit(point.amounts["compute"] for point in points) for limit in (min, max))
     for part in range(_NUM_PARTS + 1):
         compute = low * (high / low) ** (part / _NUM_PARTS)
-        yield compute, each.predict(Point(each.family, each.family, {**top.amounts, "compute": compute}, 0.0, 0))
+        yield compute, each.law.predict({**top.amounts, "compute": compute})
