@@ -154,6 +154,7 @@ def test_models_are_tuned_alike_on_a_seed_of_its_own(tmp_path: Path, megamem: Me
         (("--grow", "ways.yaml", "--target-loss", "1"), 2, "--target-loss does not go with --grow"),
         (("--grow", "ways.yaml", "--at-once", "2"), 2, "--at-once does not go with --grow"),
         (("--report", "chart.svg"), 2, "markdown"),
+        (("--controls", "one_row,two_rows"), 2, "two_rows is none of one_row, random_rows, others_rows"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -313,11 +314,19 @@ def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, model
         f"{found['without']:.4f} |",
     ]
     assert "- **memory**: " in page
-    assert "--controls" in page
+    assert "--controls --run-dir" in page
+    assert "![Leads over controls](comparison_controls.svg)" in page
+    assert "one_row" in (tmp_path / "comparison_controls.svg").read_text()
     again = compare(megamem, [memory], tmp_path, *options)
     assert "steps to go" not in again.output
     assert "memory, experts, seed 1, in " not in again.output
     assert (tmp_path / "comparison.md").read_text() == page
+    some = compare(megamem, [memory], tmp_path, *options, "--controls", "experts,one_row")
+    assert "steps to go" not in some.output
+    page = (tmp_path / "comparison.md").read_text()
+    assert "--controls one_row,experts --run-dir" in page
+    assert "| model | as it is | one_row | experts | after" in page
+    assert "not judged, without random_rows, others_rows, equal_flops" in page
 
 
 def test_models_race_to_a_loss(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:

@@ -19,14 +19,20 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.evaluation.analysis.losses import reading_others
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from tools.drawing import svg
 from tools.metrics import Curves
 from tools.studies.compare.addresses import Addresses
 from tools.studies.compare.controls import MEANINGS, NEEDED, controls_of, controls_section, verdict
+from tools.studies.compare.leads import leads, leads_picture
 from tools.studies.compare.runs import RunResult
 
 TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
 VOCAB_SIZE = 4096
-NAMES = ("lave", "memory_plus", "move", "pkm", "tide", "ultramem", "ultramemv2")
+NAMES = ("engram", "engram_ple", "lave", "memory_plus", "move", "pkm", "tide", "ultramem", "ultramemv2")
+
+
+def runs(*losses: float) -> list[RunResult]:
+    return [RunResult(loss, loss / 2, Curves((), (), {}, {}, None), (0.2, 0.25, 9.0)) for loss in losses]
 
 
 def loaded(name: str) -> RunConfig:
@@ -73,6 +79,28 @@ def test_controls_cost_what_they_are_to_cost(name: str) -> None:
     assert count_parameters(controls["equal_parameters"].model).total == pytest.approx(own.total, rel=0.005)
     experts = count_parameters(controls["experts"].model)
     assert (experts.total, experts.active) == (pytest.approx(own.total, rel=0.02), pytest.approx(own.active, rel=0.01))
+
+
+def test_some_controls_alone_stand_in_the_section() -> None:
+    some = controls_of(loaded("pkm"), VOCAB_SIZE, ["experts", "one_row"])
+    assert list(some.controls) == ["one_row", "experts"]
+    text = controls_section([some], {}, {}, {})
+    assert "| model | as it is | one_row | experts | after training: others' rows |" in text
+    assert "random_rows" not in text
+
+
+def test_leads_are_paired_by_seed_and_drawn() -> None:
+    controlled = controls_of(loaded("pkm"), VOCAB_SIZE)
+    of_controls = {"pkm.one_row": runs(3.4, 3.5), "pkm.experts": runs(2.9)}
+    found = leads([controlled], {"pkm": runs(3.0, 3.2)}, of_controls)
+    assert set(found["pkm"]) == set(MEANINGS)
+    assert found["pkm"]["one_row"] == pytest.approx([0.4, 0.3])
+    assert found["pkm"]["experts"] == pytest.approx([-0.1])
+    assert found["pkm"]["equal_flops"] == []
+    drawn = svg(leads_picture(found))
+    for words in ("pkm", "one_row", "experts", "nats per token ahead of the control"):
+        assert f">{words}</text>" in drawn
+    assert "equal_flops" not in drawn
 
 
 def test_random_rows_stay() -> None:
@@ -125,16 +153,11 @@ def test_verdicts() -> None:
     assert words.startswith("not shown to be memory, as it does not beat one_row by +0.0750 with every seed")
     assert "not ahead of one_row by +0.0750, experts by -0.1500" in words
     assert "One seed says little" in verdict([3.0], {name: [3.2] for name in NEEDED})
-    assert verdict([3.0], {"one_row": [3.2]}).startswith(
-        "not judged, as random_rows, others_rows, equal_flops could not"
-    )
+    assert verdict([3.0], {"one_row": [3.2]}).startswith("not judged, without random_rows, others_rows, equal_flops (")
 
 
 def test_the_section_has_means_and_verdicts_of_what_is_done() -> None:
     controlled = controls_of(loaded("pkm"), VOCAB_SIZE)
-
-    def runs(*losses: float) -> list[RunResult]:
-        return [RunResult(loss, loss / 2, Curves((), (), {}, {}, None), (0.2, 0.25, 9.0)) for loss in losses]
 
     own, after = (
         {"pkm": runs(3.0, 3.2)},

@@ -19,9 +19,11 @@ from tools.parameter_table import markdown_table
 from tools.ranks import add_nproc, import_engine
 from tools.studies.compare.arguments import (
     add_at_once,
+    add_controls,
     add_folders,
     add_models,
     command_line,
+    controls_option,
     open_page,
     refuse_launcher,
 )
@@ -76,9 +78,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N",
         help="numbers of facts (default: 1024,4096,16384)",
     )
-    parser.add_argument(
-        "--controls", action="store_true", help="tell every model with a memory again without what makes it one"
-    )
+    add_controls(parser, "tell every model with a memory again without what makes it one")
     add_at_once(parser)
     add_folders(parser, "recall", "recall")
     add_nproc(parser, "1", default=1)
@@ -98,11 +98,11 @@ def run_recall(args: argparse.Namespace) -> int:
     refuse_launcher("recall")
     models = list(load_configs(args.configs, args.overrides).values())
     if args.controls:
-        models += _controls(models)
+        models += _controls(models, args.controls)
     for config in models:
         validate(config, args.nproc)
     page = open_page(args, "recall")
-    options = ["--facts", ",".join(map(str, args.facts)), *(["--controls"] if args.controls else [])]
+    options = ["--facts", ",".join(map(str, args.facts)), *controls_option(args.controls)]
     command = command_line(args, "recall", *options)
     import_engine()
     figures = _figures(models)
@@ -137,15 +137,15 @@ def run_recall(args: argparse.Namespace) -> int:
     return 0
 
 
-def _controls(models: Sequence[RunConfig]) -> list[RunConfig]:
-    """The controls of those with a memory, as models; says which there cannot be.
+def _controls(models: Sequence[RunConfig], names: Sequence[str]) -> list[RunConfig]:
+    """These controls of the models with a memory, as models; says which there cannot be.
 
     Raises:
         ConfigError: no model has a memory.
     """
     from pretrain.data.tokenizer import ByteTokenizer
 
-    controlled = [controls_of(config, ByteTokenizer.vocab_size) for config in with_memory(models)]
+    controlled = [controls_of(config, ByteTokenizer.vocab_size, names) for config in with_memory(models)]
     for each in controlled:
         for name, why in each.left_out.items():
             print(f"note: {each.model.name} has no {name}: {why}", flush=True)

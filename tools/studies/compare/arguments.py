@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.errors import ConfigError
 from tools.pages import Page
 from tools.parsers import positive
 from tools.ranks import started_world_size
+from tools.studies.compare.controls import MEANINGS
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,38 @@ def add_folders(parser: argparse.ArgumentParser, name: str, part: str) -> None:
         metavar="FILE",
         help=f"markdown file to write, or to fill between its marks; the plot goes beside it (default: DIR/{part}.md)",
     )
+
+
+def add_controls(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--controls`: the names of those that are asked for, all if none is named; empty without it.
+
+    Args:
+        what: they are for, as help says it.
+    """
+    parser.add_argument(
+        "--controls",
+        type=_control_list,
+        nargs="?",
+        default=(),
+        const=tuple(MEANINGS),
+        metavar="NAME,NAME",
+        help=f"{what} (all without a name: {', '.join(MEANINGS)})",
+    )
+
+
+def _control_list(text: str) -> tuple[str, ...]:
+    names = text.split(",")
+    for name in names:
+        if name not in MEANINGS:
+            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(MEANINGS)}; configurations come before it")
+    return tuple(name for name in MEANINGS if name in names)
+
+
+def controls_option(names: Sequence[str]) -> list[str]:
+    """Words of a command that asks for these controls."""
+    if not names:
+        return []
+    return ["--controls"] if len(names) == len(MEANINGS) else ["--controls", ",".join(names)]
 
 
 def add_at_once(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,11 @@ from pretrain.errors import ConfigError
 from tools.ranks import add_nproc, default_num_ranks, fewest_ranks
 from tools.studies.compare.arguments import (
     add_at_once,
+    add_controls,
     add_folders,
     add_models,
     command_line,
+    controls_option,
     open_page,
     refuse_launcher,
 )
@@ -47,8 +49,8 @@ has a picture.
 With --controls, every model with a memory is also trained without what makes it one: with one row for every read, with
 rows that stay random, with the rows of other tokens; and as a dense model of equal operations, of equal parameters, and
 as a mixture of experts of equal parameters (DIR/NAME.CONTROL/seed_N). Then the trained model is evaluated with rows of
-other tokens and without its memory. The report gets a section with all losses, and a verdict per model. It takes seven
-times as long.
+other tokens and without its memory. The report gets a section with all losses, a picture, and a verdict per model. It
+takes seven times as long, or less with the names of some: one_row,random_rows,others_rows,equal_flops decide.
 
 With --target-loss, the report also says after how many tokens and seconds each model's validation loss reaches it, and
 whether a model is faster than the first one: an exact test of paired seeds, which takes seven to go below p = 0.01.
@@ -81,9 +83,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tune", type=Path, metavar="FILE", help="first search each model's settings among the values of this file"
     )
-    parser.add_argument(
-        "--controls", action="store_true", help="train every model with a memory again without what makes it one"
-    )
+    add_controls(parser, "train every model with a memory again without what makes it one")
     parser.add_argument(
         "--target-loss", type=float, metavar="NATS", help="also test which models reach this validation loss sooner"
     )
@@ -109,7 +109,7 @@ def run_compare(args: argparse.Namespace) -> int:
     refuse_launcher("compare")
     if args.grow is not None:
         given = {
-            "--controls": args.controls,
+            "--controls": bool(args.controls),
             "--target-loss": args.target_loss is not None,
             "--at-once": args.at_once > 1,
         }
@@ -122,7 +122,7 @@ def run_compare(args: argparse.Namespace) -> int:
     num_ranks = _num_ranks(configs, args.nproc, args.at_once)
     page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
-    options += ["--controls"] if args.controls else []
+    options += controls_option(args.controls)
     options += [] if args.target_loss is None else ["--target-loss", f"{args.target_loss:g}"]
     command = command_line(args, "compare", *options)
     comparison = Comparison(

@@ -15,6 +15,7 @@ from tools.pages import Page
 from tools.ranks import import_engine
 from tools.studies.compare.addresses import Addresses, addresses_of
 from tools.studies.compare.controls import Controlled, controls_of, controls_section, with_memory
+from tools.studies.compare.leads import leads, leads_picture
 from tools.studies.compare.report import Tuned, plot, report, table
 from tools.studies.compare.rules import (
     ModelFigures,
@@ -41,7 +42,7 @@ class Comparison:
         page: Page,
         command: str,
         *,
-        controls: bool = False,
+        controls: Sequence[str] = (),
         target_loss: float | None = None,
         at_once: int = 1,
     ) -> None:
@@ -52,7 +53,7 @@ class Comparison:
             run_dir: where the runs are.
             page: for the report.
             command: what makes it again.
-            controls: models with a memory will have controls.
+            controls: that models with a memory will have.
             target_loss: in nats per token, which models are to reach; None: there is none.
             at_once: runs that train side by side.
 
@@ -60,10 +61,10 @@ class Comparison:
             ConfigError: a model or a control cannot be trained with one of the seeds.
             DataError: the data is not there.
         """
-        self.has_controls, self.target_loss = controls, target_loss
+        self.controls, self.target_loss = controls, target_loss
         if target_loss is not None:
             check_target(models, seeds)
-        for config in (*models, *self._controls(models)):
+        for config in (*models, *self._controls_of(models)):
             for seed in seeds:
                 validate(with_seed(config, seed), num_ranks)
         import_engine()
@@ -77,14 +78,23 @@ class Comparison:
         self.tuned: Tuned | None = None
         self.trainer = self._trainer(num_trials=0, num_trial_steps=0)
 
-    def _controls(self, models: Sequence[RunConfig]) -> list[RunConfig]:
+    def _controls_of(self, models: Sequence[RunConfig]) -> list[RunConfig]:
         """The controls of models as they are now: with other settings, others."""
-        if not self.has_controls:
+        if not self.controls:
             return []
-        return [control for each in _controlled(with_memory(models)) for control in each.controls.values()]
+        return [control for each in self._controlled(models) for control in each.controls.values()]
+
+    def _controlled(self, models: Sequence[RunConfig]) -> list[Controlled]:
+        from pretrain.data.blend import check_blend, model_vocab_size
+
+        tokenizer = check_blend(models[0].data.datasets)
+        return [
+            controls_of(config, model_vocab_size(config.model, tokenizer), self.controls)
+            for config in with_memory(models)
+        ]
 
     def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
-        num_models = len(self.models) + len(self._controls(self.models))
+        num_models = len(self.models) + len(self._controls_of(self.models))
         runs, trials = num_models * len(self.seeds), len(self.models) * num_trials
         return Trainer(
             self.num_ranks,
@@ -189,7 +199,7 @@ class Comparison:
             CheckpointError: a folder holds a run of something else.
             RunStopped: a run did not come to its end.
         """
-        self.controlled = _controlled(with_memory(self.models))
+        self.controlled = self._controlled(self.models)
         self._side_by_side(self._control_jobs())
         for seed in self.seeds:
             for each in self.controlled:
@@ -238,6 +248,8 @@ class Comparison:
             text += target_section(self.target_loss, self.models, self.results)
         if self.controlled:
             text += controls_section(self.controlled, self.results, self.control_results, self.addresses)
+            others["controls"] = svg(leads_picture(leads(self.controlled, self.results, self.control_results)))
+            text += f"\n![Leads over controls]({self.page.plot_called('controls').name})\n"
         self.page.write(text, svg(plot(self.figures, self.results)), **others)
 
 
@@ -247,10 +259,3 @@ def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
 
     tokenizer = check_blend(models[0].data.datasets)
     return [model_figures(with_vocabulary_of(config, tokenizer)) for config in models]
-
-
-def _controlled(models: Sequence[RunConfig]) -> list[Controlled]:
-    from pretrain.data.blend import check_blend, model_vocab_size
-
-    tokenizer = check_blend(models[0].data.datasets)
-    return [controls_of(config, model_vocab_size(config.model, tokenizer)) for config in models]

@@ -3,7 +3,7 @@ instead (`megamem study compare --controls`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -34,7 +34,7 @@ MEANINGS = {
 class Controlled:
     """A model of a comparison, and its controls by their names (`MEANINGS`).
 
-    A control that cannot be is left out, with the reason in `left_out`.
+    A control that was asked for and cannot be is left out, with the reason in `left_out`.
     """
 
     model: RunConfig
@@ -53,12 +53,13 @@ def with_memory(models: Sequence[RunConfig]) -> list[RunConfig]:
     raise ConfigError("no model has a memory, and --controls is for those that have one: name one, or leave it out")
 
 
-def controls_of(config: RunConfig, vocab_size: int) -> Controlled:
+def controls_of(config: RunConfig, vocab_size: int, names: Collection[str] = tuple(MEANINGS)) -> Controlled:
     """The controls of a model with a memory, each named `<model>.<control>`.
 
     Args:
         config: of the model.
         vocab_size: of its tokenizer, for parameters and operations: the configuration may leave it to the data.
+        names: the controls that are asked for, of `MEANINGS`.
 
     Raises:
         ConfigError: the model has no memory, or is a control itself.
@@ -86,6 +87,8 @@ def controls_of(config: RunConfig, vocab_size: int) -> Controlled:
         "experts": lambda: experts_twin(sized, width_multiple=1),
     }
     for name, make_twin in twins.items():
+        if name not in names:
+            continue
         try:
             twin = make_twin()
         except ValueError as error:
@@ -96,7 +99,9 @@ def controls_of(config: RunConfig, vocab_size: int) -> Controlled:
         else:
             found[name] = replace(twin.config, model=replace(twin.config.model, vocab_size=config.model.vocab_size))
     named = {
-        name: replace(without_ineffective(control), name=f"{config.name}.{name}") for name, control in found.items()
+        name: replace(without_ineffective(control), name=f"{config.name}.{name}")
+        for name, control in found.items()
+        if name in names
     }
     return Controlled(config, named, left_out)
 
@@ -124,7 +129,7 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
     missing = [name for name in NEEDED if name not in controls]
     of_needed = [lead for name, lead in others if name in NEEDED]
     if missing:
-        judged = f"not judged, as {', '.join(missing)} could not be trained"
+        judged = f"not judged, without {', '.join(missing)}"
     elif of_needed:
         judged = f"not shown to be memory, as it does not beat {', '.join(of_needed)} with every seed"
     else:
@@ -152,7 +157,8 @@ def controls_section(
         of_controls: of the controls', by theirs.
         addresses: losses of finished models after training, by name, seed by seed.
     """
-    head = ("model", "as it is", *MEANINGS, "after training: others' rows", "after training: no memory")
+    names = [name for name in MEANINGS if any(name in each.controls or name in each.left_out for each in controlled)]
+    head = ("model", "as it is", *names, "after training: others' rows", "after training: no memory")
     rows, times, verdicts = [], [], []
     for each in controlled:
         own = [run.validation_loss for run in results.get(each.model.name, ())]
@@ -165,20 +171,20 @@ def controls_section(
             [
                 each.model.name,
                 _mean(own),
-                *(_mean(cells.get(name, ())) for name in MEANINGS),
+                *(_mean(cells.get(name, ())) for name in names),
                 _mean([of.others for of in after]),
                 _mean([of.without for of in after]),
             ]
         )
         step_s = {name: _step_s(of_controls.get(control.name, ())) for name, control in each.controls.items()}
         times.append(
-            [each.model.name, _step_s(results.get(each.model.name, ())), *(step_s.get(name, "-") for name in MEANINGS)]
+            [each.model.name, _step_s(results.get(each.model.name, ())), *(step_s.get(name, "-") for name in names)]
         )
         done = {name: losses for name, losses in cells.items() if len(losses) == len(own)}
         if own and len(done) == len(each.controls):
             verdicts.append(f"- **{each.model.name}**: {verdict(own, done)}")
         verdicts += [f"- {each.model.name} has no {name}: {why}" for name, why in each.left_out.items()]
-    meanings = "\n".join(f"- `{name}`: {meaning}." for name, meaning in MEANINGS.items())
+    meanings = "\n".join(f"- `{name}`: {MEANINGS[name]}." for name in names)
     gains = _gains_by_frequency(addresses)
     return f"""
 Controls, in validation losses (means over seeds):
@@ -193,7 +199,7 @@ Controls, in validation losses (means over seeds):
 
 Median seconds per step, on the machine as it was:
 
-{markdown_table(("model", "as it is", *MEANINGS), times)}
+{markdown_table(("model", "as it is", *names), times)}
 {gains}"""
 
 
