@@ -157,7 +157,7 @@ def parallel_context(
         yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
         # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early
         # would cut off those that are still in their last collective.
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
 
 
@@ -201,6 +201,15 @@ def _column_group(sizes: ParallelSizes, megatron: ProcessGroupCollection, timeou
     return own
 
 
+def barrier() -> None:
+    """Wait for all ranks.
+
+    The world has no device (see `parallel_context`): where a barrier is its first collective, NCCL would guess the GPU from
+    the rank, and warn that a wrong guess can hang.
+    """
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+
+
 def close_groups() -> None:
     """Close all groups but the world. Collective.
 
@@ -208,7 +217,7 @@ def close_groups() -> None:
     which wakes up a hundred times a second. They end when nobody refers to a group any longer.
     """
     # A rank that closed early would cut off those that are still in their last collective.
-    dist.barrier()
+    barrier()
     parallel_state.destroy_model_parallel()
     world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from parallel.atomic_write import atomic_write
-from parallel.groups import ParallelGroups
+from parallel.groups import ParallelGroups, barrier
 from pretrain.checkpoint.folder import SavedState, read_state, step_folder
 from pretrain.checkpoint.newest import newest_complete, nothing_complete, refuse_damage
 from pretrain.checkpoint.run import entries_to_save, restore_run
@@ -358,4 +358,4 @@ def _record_config(run: Run) -> None:
         with atomic_write(run.folder.config) as stream:
             stream.write(to_yaml(run.config).encode())
         save_tokenizer(run.tokenizer, run.folder.tokenizer)
-    dist.barrier()
+    barrier()

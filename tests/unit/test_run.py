@@ -310,7 +310,7 @@ def test_the_first_rank_writes_the_configuration_and_all_wait_for_it(
 ) -> None:
     log: list[str] = []
     monkeypatch.setattr(run_module, "save_tokenizer", lambda tokenizer, path: log.append(f"{tokenizer} {path.name}"))
-    monkeypatch.setattr(run_module.dist, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(run_module, "barrier", lambda: log.append("barrier"))
     run: Any = SimpleNamespace(
         config=CONFIG,
         groups=SimpleNamespace(is_main=is_main),

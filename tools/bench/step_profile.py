@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
@@ -28,7 +27,7 @@ from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
 from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
-from parallel.groups import ParallelGroups
+from parallel.groups import ParallelGroups, barrier
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
@@ -146,7 +145,7 @@ def measure_steps(
         for run, of_run in zip(runs, times, strict=True):
             of_run.step_s.append(run.steps(steps) / steps)
             if with_marks:
-                dist.barrier()
+                barrier()
                 of_run.marked.add(profiled_steps(run.chunks, run.optimizer, timeline, run.step, steps))
     for run in runs:
         run.cut_graphs()

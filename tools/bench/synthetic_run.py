@@ -7,10 +7,9 @@ import time
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from parallel.groups import ParallelGroups
+from parallel.groups import ParallelGroups, barrier
 from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
@@ -52,7 +51,7 @@ class SyntheticRun:
 
     def steps(self, count: int) -> float:
         """Seconds that `count` optimizer steps take."""
-        dist.barrier()
+        barrier()
         started = time.perf_counter()
         for step in range(count):
             apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, self.config.train)
