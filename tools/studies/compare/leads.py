@@ -1,4 +1,4 @@
-"""How far a memory is ahead of its controls, seed by seed, and a picture of it."""
+"""Leads of memories over their controls, seed by seed, and a picture of them."""
 
 from __future__ import annotations
 
