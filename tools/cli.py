@@ -47,7 +47,7 @@ and imports torch only when that is called, so that `--help` is fast."""
 STUDY_MODULES = (
     "tools.studies.compare.command",
     "tools.studies.fit.command",
-    "tools.studies.recall",
+    "tools.studies.recall.command",
     "tools.studies.probe.command",
     "tools.studies.analyse.command",
     "tools.bench.command",

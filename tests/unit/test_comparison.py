@@ -15,7 +15,7 @@ from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainCon
 from pretrain.errors import ConfigError
 from tools.drawing import svg
 from tools.metrics import Curves
-from tools.studies.compare.command import seed_list
+from tools.studies.compare.arguments import seed_list
 from tools.studies.compare.report import (
     Tuned,
     order,

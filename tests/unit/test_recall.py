@@ -17,7 +17,8 @@ from pretrain.data.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, 
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.evaluation.recall import Recall, _batches, asked
 from tools.studies.compare.rules import ModelFigures
-from tools.studies.recall import numbers_of_facts, plot, report, table
+from tools.studies.recall.command import numbers_of_facts
+from tools.studies.recall.report import plot, report, table
 
 FACTS = make_facts(100, 3)
 
@@ -87,12 +88,16 @@ def test_numbers_of_facts() -> None:
 
 def test_the_report() -> None:
     figures = [ModelFigures("dense", 2_000_000, 1_000_000, 2e6, 0), ModelFigures("memory", 4_000_000, 1, 2.2e6, 8)]
-    found = {"dense": {64: Recall(0.25, 3.0), 128: Recall(0.125, 5.0)}, "memory": {64: Recall(1.0, 0.01)}}
+    found = {
+        "dense": {64: [Recall(0.2, 3.0), Recall(0.3, 3.5)], 128: [Recall(0.125, 5.0)]},
+        "memory": {64: [Recall(1.0, 0.01)]},
+    }
     *_, first, second = table(figures, found).splitlines()
-    assert first == "| dense | 2.000M | 2.000 | 25.0%, 3.00 | 12.5%, 5.00 |"
+    assert first == "| dense | 2.000M | 2.000 | 25.0% (20.0% to 30.0%), 3.25 | 12.5%, 5.00 |"
     assert second == "| memory | 4.000M | 2.200 (**+10.0%**) | 100.0%, 0.01 | not run |"
-    text = report(RunConfig(), figures, found, plot_name="r.svg", command="megamem recall x")
+    text = report(RunConfig(), figures, found, seeds=(1, 2), plot_name="r.svg", command="megamem recall x")
     assert all(part in text for part in ("2 models", "](r.svg)", "megamem recall x", "costs 6.52", first))
+    assert "weights and facts from seeds 1, 2, in means" in " ".join(text.split())
     known, nats = plot(found).axes
     assert [list(line.get_ydata()) for line in known.lines] == [[0.25, 0.125], [1.0]]
     assert [list(line.get_xdata()) for line in nats.lines[:2]] == [[64, 128], [64]]

@@ -42,6 +42,22 @@ def add_folders(parser: argparse.ArgumentParser, name: str, part: str) -> None:
     )
 
 
+def add_seeds(parser: argparse.ArgumentParser, default: tuple[int, ...], of_what: str) -> None:
+    """Adds `--seeds`, which are of what is named."""
+    words = ",".join(map(str, default))
+    parser.add_argument(
+        "--seeds", type=seed_list, default=default, metavar="N,N", help=f"seeds of {of_what} (default: {words})"
+    )
+
+
+def seed_list(text: str) -> tuple[int, ...]:
+    """The value of `--seeds`."""
+    seeds = tuple(int(part) for part in text.split(","))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text} names a seed twice: the two runs would be the same")
+    return seeds
+
+
 def add_controls(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds `--controls`: the names of those that are asked for, all if none is named; empty without it.
 

@@ -15,6 +15,7 @@ from tools.studies.compare.arguments import (
     add_controls,
     add_folders,
     add_models,
+    add_seeds,
     command_line,
     controls_option,
     open_page,
@@ -77,9 +78,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_models(parser)
-    parser.add_argument(
-        "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
-    )
+    add_seeds(parser, (2, 3, 4), "the weights")
     parser.add_argument(
         "--tune", type=Path, metavar="FILE", help="first search each model's settings among the values of this file"
     )
@@ -94,14 +93,6 @@ def add_parser(subparsers: Any) -> None:
     add_folders(parser, "compare", "comparison")
     add_nproc(parser, "as `megamem train`; with --at-once as few as the layout needs", what="ranks of each run")
     parser.set_defaults(func=run_compare)
-
-
-def seed_list(text: str) -> tuple[int, ...]:
-    """The value of `--seeds`."""
-    seeds = tuple(int(part) for part in text.split(","))
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text} names a seed twice: the two runs would be the same")
-    return seeds
 
 
 def run_compare(args: argparse.Namespace) -> int:

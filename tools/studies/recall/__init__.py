@@ -1,0 +1,1 @@
+"""Models that are told random facts, and then asked for them."""
