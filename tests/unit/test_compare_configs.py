@@ -164,6 +164,7 @@ def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None
     kinds = {
         "dense": "lave",
         "moe": "lave",
+        "moe_engram": "engram and lave",
         "ultramemv2": "ultramem_v2",
         "ultramemv2_embeddings": "ultramem_v2 and lave",
         "engram_embeddings": "engram and lave",
