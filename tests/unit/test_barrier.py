@@ -1,4 +1,4 @@
-"""Groups of ranks, without ranks."""
+"""Waiting for all ranks, without ranks."""
 
 from __future__ import annotations
 
