@@ -204,8 +204,8 @@ def _column_group(sizes: ParallelSizes, megatron: ProcessGroupCollection, timeou
 def barrier() -> None:
     """Wait for all ranks.
 
-    The world has no device (see `parallel_context`): where a barrier is its first collective, NCCL would guess the GPU from
-    the rank, and warn that a wrong guess can hang.
+    The world has no device (see `parallel_context`): where a barrier is its first collective, NCCL would guess the GPU
+    from the rank, and warn that a wrong guess can hang.
     """
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
