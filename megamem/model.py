@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,26 +17,22 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import backbone_parts, block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
-from megamem.block_plan import plan_blocks
+from megamem.chunk_memories import joint_read, memories_of_chunk
 from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
-from megamem.controls import ControlledLookup
-from megamem.families.registry import family_of
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
 from megamem.kv_cache import KeyValueCache
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
-from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.multi_token import MultiTokenPrediction
 from megamem.norm import RMSNorm
-from megamem.parameters import Copy, parameter_device
-from megamem.parts import Site
+from megamem.parameters import Copy
+from megamem.parts import Parts
 from megamem.recomputed_blocks import recompute_above
 from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
-from megamem.spans import Span
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
 _ALL_TOKENS = 1 << 62
@@ -106,7 +100,7 @@ class MemoryGPTModel(GPTModel):
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
         lent: dict[int, Bank] = {bank.spec.index: bank for chunk in earlier for bank in chunk.own_banks}
-        banks, sites = _memories(
+        banks, sites = memories_of_chunk(
             config,
             model,
             layers,
@@ -149,6 +143,7 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config, self._token_halo = model, token_halo
+        self.layers = layers
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
                 layer.place = place
@@ -159,23 +154,30 @@ class MemoryGPTModel(GPTModel):
         self.separate_documents = separate_documents
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
         self.weights_are_set = False
-        self.layers = layers
         self.input_needs_gradient = self.output_needs_gradient = True
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
         self.shared_read: SharedRead | None = None
         # One that an earlier chunk holds is not a module of this one.
         self._read_together: list[SharedRead] = list(earlier[-1].read_together) if earlier else []
         if model.memory is not None and model.memory.reads_once and sites and not self._read_together:
-            self.shared_read = _shared_read(config, model.memory, banks, stage, groups)
+            self.shared_read = joint_read(config, model.memory, banks, stage, groups)
             self._read_together = [self.shared_read]
         self.chunked_loss: ChunkedLoss | None = None
-        ahead = model.multi_token_prediction
-        if post_process and (loss_chunk_tokens is not None or ahead is not None):
-            self.chunked_loss = ChunkedLoss(loss_chunk_tokens or _ALL_TOKENS, groups.tp)
         self.multi_token: MultiTokenPrediction | None = None
-        if self.chunked_loss is not None and ahead is not None:
+        if post_process:
+            self._make_losses(loss_chunk_tokens, parts, groups, vp_stage)
+
+    def _make_losses(
+        self, chunk_tokens: int | None, parts: Parts, groups: ProcessGroupCollection, vp_stage: int | None
+    ) -> None:
+        """Give the last chunk its loss in chunks, and the branch that predicts further tokens, where asked for."""
+        ahead = self.model_config.multi_token_prediction
+        if chunk_tokens is None and ahead is None:
+            return
+        self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp)
+        if ahead is not None:
             self.multi_token = MultiTokenPrediction(
-                config, ahead, parts, self.chunked_loss, groups, blocks_before=len(layers), vp_stage=vp_stage
+                self.config, ahead, parts, self.chunked_loss, groups, blocks_before=len(self.layers), vp_stage=vp_stage
             )
 
     def forward(
@@ -438,99 +440,3 @@ class MemoryGPTModel(GPTModel):
             of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
             found += sorted(of_block, key=lambda site: not site.is_at_entry)
         return found
-
-
-def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:
-    """Indices of the memories that read in a chunk's blocks `layers`, in the order of these.
-
-    Raises:
-        ValueError: if one of them adds in another chunk.
-    """
-    for span in spans:
-        if span.queried is not None and (span.read in layers) != (span.queried in layers):
-            raise ValueError(
-                f"the memory of block {span.read} reads with the stream of block {span.queried}, of which one pipeline chunk "
-                f"holds one alone (blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.query_group, "
-                "parallel.pipeline or parallel.virtual_pipeline"
-            )
-        if (span.read in layers) != (span.add in layers):
-            raise ValueError(
-                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
-                f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
-                "parallel.pipeline or parallel.virtual_pipeline"
-            )
-    return [index for index, span in enumerate(spans) if span.read in layers]
-
-
-def _memories(
-    config: TransformerConfig,
-    model: ModelConfig,
-    layers: range,
-    make_bank: MakeBank,
-    *,
-    kernels: Kernels,
-    seed: int,
-    token_group: torch.distributed.ProcessGroup,
-    tensor_group: torch.distributed.ProcessGroup | None,
-    stage: Copy,
-    lent: Mapping[int, Bank],
-    halo: Halo,
-) -> tuple[dict[int, Bank], dict[int, list[Site]]]:
-    """The banks of a chunk by global index, and its memories by the block that they read in.
-
-    Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
-    """
-    plan, spans = model.memory_plan, model.memory_spans
-    own = _memory_indices(spans, layers)
-    indices = range(min(own, default=0), max(own, default=-1) + 1)
-    device = parameter_device(config)
-    banks = {
-        spec.index: make_bank(
-            spec,
-            model.family_of_bank(spec.index),
-            dtype=config.params_dtype,
-            device=device,
-            copy=stage if spec.on_every_stage else Copy(),
-        )
-        for spec in plan.banks_of(indices)
-        if spec.index not in lent
-    }
-    found = {**lent, **banks}
-    sites: dict[int, list[Site]] = {}
-    for placed in (model.memory_layers[index] for index in own):
-        block = placed.span.read
-        make_memory = partial(
-            family_of(placed.memory).layer(),
-            config,
-            placed.memory,
-            placed.view,
-            _lookup(found[placed.view.bank], placed.memory),
-            kernels=kernels,
-            name=placed.name,
-            seed=seed,
-            token_group=token_group,
-            tensor_group=tensor_group,
-            halo=halo,
-        )
-        slot = placed.memory.slot_of(placed.span)
-        sites.setdefault(block, []).append(Site(slot, plan_blocks(model)[block], placed.span, make_memory))
-    return banks, sites
-
-
-def _lookup(bank: Bank, memory: MemoryConfig) -> Any:
-    """Handle by which a layer reads a bank. Not the module itself: the bank belongs to the model, not to the layer."""
-    handle = SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
-    return handle if memory.control == "none" else ControlledLookup(handle, memory.control)
-
-
-def _shared_read(
-    config: TransformerConfig,
-    memory: MemoryConfig,
-    banks: Mapping[int, Bank],
-    stage: Copy,
-    groups: ProcessGroupCollection,
-) -> SharedRead:
-    (bank,) = banks.values()
-    read = family_of(memory).shared_read()
-    assert read is not None
-    return read(config, memory, _lookup(bank, memory), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)

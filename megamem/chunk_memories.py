@@ -1,0 +1,121 @@
+"""The memories of one model chunk: banks of its own, layers that read them or an earlier chunk's, and their joint read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from kernels.select import Kernels
+from megamem.bank import Bank, MakeBank
+from megamem.block_plan import plan_blocks
+from megamem.config import ModelConfig
+from megamem.controls import ControlledLookup
+from megamem.families.registry import family_of
+from megamem.halo import Halo
+from megamem.layers.shared_read import SharedRead
+from megamem.memory_config import MemoryConfig
+from megamem.parameters import Copy, parameter_device
+from megamem.parts import Site
+from megamem.spans import Span
+
+
+def memories_of_chunk(
+    config: TransformerConfig,
+    model: ModelConfig,
+    layers: range,
+    make_bank: MakeBank,
+    *,
+    kernels: Kernels,
+    seed: int,
+    token_group: torch.distributed.ProcessGroup,
+    tensor_group: torch.distributed.ProcessGroup | None,
+    stage: Copy,
+    lent: Mapping[int, Bank],
+    halo: Halo,
+) -> tuple[dict[int, Bank], dict[int, list[Site]]]:
+    """The banks of a chunk by global index, and its memories by the block that they read in.
+
+    Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
+    """
+    own = _memory_indices(model.memory_spans, layers)
+    indices = range(min(own, default=0), max(own, default=-1) + 1)
+    device = parameter_device(config)
+    banks = {
+        spec.index: make_bank(
+            spec,
+            model.family_of_bank(spec.index),
+            dtype=config.params_dtype,
+            device=device,
+            copy=stage if spec.on_every_stage else Copy(),
+        )
+        for spec in model.memory_plan.banks_of(indices)
+        if spec.index not in lent
+    }
+    found = {**lent, **banks}
+    sites: dict[int, list[Site]] = {}
+    for placed in (model.memory_layers[index] for index in own):
+        block = placed.span.read
+        make_memory = partial(
+            family_of(placed.memory).layer(),
+            config,
+            placed.memory,
+            placed.view,
+            _lookup(found[placed.view.bank], placed.memory),
+            kernels=kernels,
+            name=placed.name,
+            seed=seed,
+            token_group=token_group,
+            tensor_group=tensor_group,
+            halo=halo,
+        )
+        slot = placed.memory.slot_of(placed.span)
+        sites.setdefault(block, []).append(Site(slot, plan_blocks(model)[block], placed.span, make_memory))
+    return banks, sites
+
+
+def joint_read(
+    config: TransformerConfig,
+    memory: MemoryConfig,
+    banks: Mapping[int, Bank],
+    stage: Copy,
+    groups: ProcessGroupCollection,
+) -> SharedRead:
+    """The read of the chunk's one bank, before its first block, for all memory layers of this rank."""
+    (bank,) = banks.values()
+    read = family_of(memory).shared_read()
+    assert read is not None
+    return read(config, memory, _lookup(bank, memory), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)
+
+
+def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:
+    """Indices of the memories that read in a chunk's blocks `layers`, in the order of these.
+
+    Raises:
+        ValueError: if one of them adds in another chunk.
+    """
+    for span in spans:
+        if span.queried is not None and (span.read in layers) != (span.queried in layers):
+            raise ValueError(
+                f"the memory of block {span.read} reads with the stream of block {span.queried}, of which one pipeline chunk "
+                f"holds one alone (blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.query_group, "
+                "parallel.pipeline or parallel.virtual_pipeline"
+            )
+        if (span.read in layers) != (span.add in layers):
+            raise ValueError(
+                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
+                f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
+                "parallel.pipeline or parallel.virtual_pipeline"
+            )
+    return [index for index, span in enumerate(spans) if span.read in layers]
+
+
+def _lookup(bank: Bank, memory: MemoryConfig) -> Any:
+    """Handle by which a layer reads a bank. Not the module itself: the bank belongs to the model, not to the layer."""
+    handle = SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
+    return handle if memory.control == "none" else ControlledLookup(handle, memory.control)
