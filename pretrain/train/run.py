@@ -30,7 +30,8 @@ from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
-from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights

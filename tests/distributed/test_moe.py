@@ -20,7 +20,7 @@ from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks
-from pretrain.engine.optimizer import assign_groups
+from pretrain.engine.build_optimizer import assign_groups
 from pretrain.train.loop import take_step
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 

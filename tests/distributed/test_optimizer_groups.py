@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megamem.parameters import GroupName, ReducedOver, declare, group_of
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig
-from pretrain.engine.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
+from pretrain.engine.build_optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
 
 GROUPS = (*DENSE_GROUPS, *SPLIT_GROUPS)
 DENSE = replace(SHARED, model=replace(SHARED.model, memory=None))

@@ -22,7 +22,7 @@ from pretrain.checkpoint.derived import main_name
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import TABLE_GROUPS
 from pretrain.engine import value_offload
-from pretrain.engine.optimizer import assign_groups
+from pretrain.engine.build_optimizer import assign_groups
 from pretrain.engine.value_offload import HostAdamW, HostTables
 from tests.unit.needs import NEEDS_DEEPSPEED
 

@@ -28,8 +28,9 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.store.tensors import Region, TensorReader
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
+from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.megatron import parallel_sizes
-from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.step import Batch
 from pretrain.state import RunState
 from pretrain.train.loop import take_step

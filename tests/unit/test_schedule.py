@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pretrain.config.schedule import apply_schedule, backbone_lr, group_settings, value_multiplier
 from pretrain.config.schema import OptimizerConfig, TrainConfig
-from pretrain.engine.optimizer import DENSE_GROUPS, SPLIT_GROUPS
+from pretrain.engine.build_optimizer import DENSE_GROUPS, SPLIT_GROUPS
 
 CONSTANT = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=10)
 COSINE = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule="cosine", warmup_steps=10)

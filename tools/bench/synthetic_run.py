@@ -14,7 +14,7 @@ from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.engine.build import build_chunks, unwrap, wrap_chunks
-from pretrain.engine.optimizer import build_optimizer
+from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.step import train_step
 from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import stored_tables_of

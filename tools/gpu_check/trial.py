@@ -15,7 +15,7 @@ from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.engine.build import build_chunks, wrap_chunks
-from pretrain.engine.optimizer import build_optimizer
+from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.session import session
 from pretrain.engine.step import train_step
 from pretrain.train.loop import seed_step

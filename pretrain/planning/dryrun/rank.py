@@ -29,8 +29,9 @@ from pretrain.config.apex import without_apex
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
+from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.megatron import parallel_sizes
-from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.step import Batch, train_step
 from pretrain.engine.stored_tables import StoredTable, stored_tables_of
