@@ -13,7 +13,8 @@ from pretrain.config.stages import load_stage
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
 from tools.vocabulary import check_has_vocabulary

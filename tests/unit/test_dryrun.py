@@ -35,7 +35,8 @@ from pretrain.planning.costs.launches import (
     LAUNCHES_ROW_PARTS,
     launches_across_ranks,
 )
-from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
 from pretrain.planning.costs.read_rows import fetched_bytes, ids_ahead_bytes
 from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.stages import Division, stages_of

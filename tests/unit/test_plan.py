@@ -17,6 +17,7 @@ from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
+from pretrain.planning.costs.activations import in_flight
 from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import (
     count_parameters,
@@ -33,7 +34,7 @@ from pretrain.planning.costs.layouts import (
     recommended,
     too_large,
 )
-from pretrain.planning.costs.memory import in_flight, stage_bytes
+from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
 from pretrain.planning.costs.twins import dense_twin

@@ -14,7 +14,8 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from tools.bench.memory_in_use import begin_peak, free_bytes, peak_bytes
 from tools.bench.synthetic_run import SyntheticRun
 from tools.drawing import model_colours, svg

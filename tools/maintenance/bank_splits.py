@@ -29,9 +29,9 @@ from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.planning.costs import timing
+from pretrain.planning.costs.activations import in_flight
 from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, estimates_of, possible_layouts
-from pretrain.planning.costs.memory import in_flight
 from pretrain.planning.costs.rows import BUSIEST, CACHED_BYTES, RowSeconds, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, Stage, stages_of
 from pretrain.planning.costs.traffic import WayBytes, lookup_traffic

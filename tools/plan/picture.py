@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.layouts import Estimate
-from pretrain.planning.costs.memory import MemoryPart
+from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.timing import TimePart
 from tools.drawing import svg
 

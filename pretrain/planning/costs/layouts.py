@@ -13,7 +13,8 @@ from pretrain.config.table_gradients import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from pretrain.planning.costs.timing import StepTime, step_time
 
 _LONG_SEQUENCE_TOKENS = 16_384

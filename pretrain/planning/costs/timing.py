@@ -28,12 +28,13 @@ from pretrain.config.updates import (
     table_gradient_bytes,
     table_update,
 )
+from pretrain.planning.costs.block_kept import block_kept
 from pretrain.planning.costs.branch import branch_projection
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.memory import MemoryPart, block_kept
+from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import CodeType
 
-from pretrain.planning.costs.memory import MemoryPart
+from pretrain.planning.costs.memory_parts import MemoryPart
 
 # Modules, and packages with all that is in them; the first that matches. Linears and norms are called from everywhere:
 # their callers decide.
