@@ -17,7 +17,7 @@ from tools.studies.compare.rules import load_configs
 from tools.studies.compare.tuning import read_tuning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("dense", "memory_plus", "moe", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")
+NAMES = ("dense", "memory_plus", "moe", "peer", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")
 SPARSE = NAMES[1:]
 MEMORIES = tuple(name for name in SPARSE if name != "moe")
 # Their tables follow the vocabulary, and hold what its size makes them hold.
