@@ -18,7 +18,9 @@ from tools.parameter_table import markdown_table
 from tools.studies.compare.addresses import Addresses
 from tools.studies.compare.runs import RunResult
 
-NEEDED = ("one_row", "random_rows", "others_rows", "equal_flops")
+_OTHER_ROWS = ("one_row", "random_rows", "others_rows")
+"""Controls that take away rows and nothing else."""
+NEEDED = (*_OTHER_ROWS, "equal_flops")
 """A memory is one if it beats these, with every seed."""
 MEANINGS = {
     "one_row": "every read is of one row: a table of capacity one",
@@ -115,7 +117,10 @@ def _with_control(config: RunConfig, control: Control) -> RunConfig:
 
 
 def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> str:
-    """A sentence on what the losses of a memory say, seed by seed, beside those of its controls.
+    """Sentences on what the losses of a memory say, seed by seed, beside those of its controls.
+
+    A lead over a dense model may come of other things than rows: of blocks without a feed-forward, where the memory
+    stands instead, or of what a layer computes besides. So they tell what rows bring, too.
 
     Args:
         own: validation losses, by seed.
@@ -123,8 +128,9 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
     """
     beaten: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
+    leads = {name: fmean(losses) - fmean(own) for name, losses in controls.items()}
     for name, losses in controls.items():
-        lead = f"{name} by {fmean(losses) - fmean(own):+.4f}"
+        lead = f"{name} by {leads[name]:+.4f}"
         (beaten if all(mine < its for mine, its in zip(own, losses, strict=True)) else others).append((name, lead))
     missing = [name for name in NEEDED if name not in controls]
     of_needed = [lead for name, lead in others if name in NEEDED]
@@ -135,12 +141,16 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
     else:
         judged = f"memory: it beats {', '.join(NEEDED[:-1])} and {NEEDED[-1]} with every seed"
     seeds = "" if len(own) > 1 else " One seed says little."
-    leads = "; ".join(
+    compared = "; ".join(
         f"{words} {', '.join(lead for _, lead in of)}"
         for words, of in (("ahead of", beaten), ("not ahead of", others))
         if of
     )
-    return f"{judged} ({leads}).{seeds}"
+    of_rows = ""
+    if not missing:
+        brought = min(leads[name] for name in _OTHER_ROWS)
+        of_rows = f" Rows bring {brought:+.4f}, the least of the first three leads."
+    return f"{judged} ({compared}).{of_rows}{seeds}"
 
 
 def controls_section(
