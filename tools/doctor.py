@@ -223,6 +223,18 @@ def look_at_limits() -> Iterator[Finding]:
     """Cores, memory, and what the system lets a process have."""
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores and memory", "ok", f"{plural(cores, 'core')}, {machine_memory_bytes() / 1e9:.0f} GB")
+    load, on_machine = os.getloadavg()[0], os.cpu_count() or cores
+    busy = load >= on_machine / 2
+    yield Finding(
+        "other work",
+        "note" if busy else "ok",
+        f"a load of {load:.1f} on {plural(on_machine, 'core')} in the last minute",
+        # Measured: a training with as many threads as cores, beside two that had a core each, at a thirteenth of its speed.
+        "give a run cores of its own (taskset -c 0-3 megamem ...): threads that wait for each other lose far more than "
+        "their share of busy cores; megamem study compare and recall have --at-once"
+        if busy
+        else "",
+    )
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 <= handles < _FILE_HANDLES
     yield Finding(

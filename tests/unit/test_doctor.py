@@ -108,6 +108,15 @@ def test_limits_that_are_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name(doctor.look_at_limits)["file handles"].text == "as many as wanted"
 
 
+@pytest.mark.parametrize(("load", "state"), [(3.9, "ok"), (4.0, "note")])
+def test_other_work(monkeypatch: pytest.MonkeyPatch, load: float, state: str) -> None:
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
+    found = by_name(doctor.look_at_limits)["other work"]
+    assert (found.state, bool(found.fix)) == (state, state == "note")
+    assert found.text == f"a load of {load} on 8 cores in the last minute"
+
+
 def test_a_configuration_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("train: {num_steps: 7}\ndata: {datasets: [{path: nowhere}]}")
