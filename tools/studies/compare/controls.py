@@ -26,8 +26,8 @@ MEANINGS = {
     "one_row": "every read is of one row: a table of capacity one",
     "random_rows": "rows stay as they were drawn",
     "others_rows": "every token reads the rows that a token of another sequence asks for, in training too",
-    "equal_flops": "no memory, and a wider feed-forward: as many operations per token",
-    "equal_parameters": "no memory, and a feed-forward so wide that the model has as many parameters",
+    "equal_flops": "no memory, and a feed-forward in every block, so wide that a token takes as many operations",
+    "equal_parameters": "no memory, and a feed-forward in every block, so wide that the model has as many parameters",
     "experts": "a mixture of experts of as many parameters, and as many active ones",
 }
 
