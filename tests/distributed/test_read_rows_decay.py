@@ -33,10 +33,10 @@ from pretrain.convert.native.format import NativeFormat
 from pretrain.engine.row_gradients import row_gradient_of
 
 # 1.2e-6 on one processor, less on others: products round as their libraries choose.
-NUM_STEPS, TOLERANCE = 20, 3e-6
+NUM_STEPS, TOLERANCE = 8, 3e-6
 # Gates of n-grams take the root of a product, whose slope has no bound at zero: roundings grow tenfold in a few steps.
 OF_ENGRAM = 4, 1e-5
-# With rates of 6e-3 at most: a row keeps 0.9 of itself.
+# With rates of 6e-3 at most: a row keeps less than 0.98 of itself.
 DECAY = 2.0
 KINDS = {
     # Each way to read a table: learned keys with pre-values, blocks, n-grams, values of attention.
@@ -100,7 +100,7 @@ def test_rows_decay_as_dense_gradients_have_them(run_ranks: Any, num_ranks: int)
             num_steps, tolerance = steps_and_tolerance(kind)
             assert max(of_steps, of_weights) < tolerance, (layout, kind)
             assert scales
-            assert all(0.8 < scale < (0.95 if num_steps == NUM_STEPS else 1) for scale in scales)
+            assert all(0.8 < scale < (0.98 if num_steps == NUM_STEPS else 1) for scale in scales)
 
 
 def test_a_scale_leaves_the_rest_of_its_size_to_the_rows() -> None:
