@@ -34,10 +34,10 @@ from pretrain.engine.row_gradients import row_gradient_of
 
 # 1.2e-6 on one processor, less on others: products round as their libraries choose.
 NUM_STEPS, TOLERANCE = 8, 3e-6
+# With rates of 6e-3 at most: a row keeps 0.9 of itself.
+DECAY = 5.0
 # Gates of n-grams take the root of a product, whose slope has no bound at zero: roundings grow tenfold in a few steps.
-OF_ENGRAM = 4, 1e-5
-# With rates of 6e-3 at most: a row keeps less than 0.98 of itself.
-DECAY = 2.0
+OF_ENGRAM, ENGRAM_DECAY = (4, 1e-5), 2.0
 KINDS = {
     # Each way to read a table: learned keys with pre-values, blocks, n-grams, values of attention.
     "one rank": ("shared", "ultramem", "engram, ple", "move"),
@@ -49,7 +49,7 @@ def decayed(
     kind: str, way: Literal["dense", "rows"], precision: Literal["fp32", "bf16"] = "fp32", **optimizer: Any
 ) -> RunConfig:
     config = config_of(MODELS[kind], way, precision)
-    return replace(config, optimizer=replace(config.optimizer, value_weight_decay=DECAY, **optimizer))
+    return replace(config, optimizer=replace(config.optimizer, value_weight_decay=decay_of(kind), **optimizer))
 
 
 def weights_of(run: TinyRun) -> dict[str, Tensor]:
@@ -62,8 +62,16 @@ def weights_of(run: TinyRun) -> dict[str, Tensor]:
     return found
 
 
+def has_engram(kind: str) -> bool:
+    return kind.startswith("engram") or kind == "two families"
+
+
+def decay_of(kind: str) -> float:
+    return ENGRAM_DECAY if has_engram(kind) else DECAY
+
+
 def steps_and_tolerance(kind: str) -> tuple[int, float]:
-    return OF_ENGRAM if kind.startswith("engram") or kind == "two families" else (NUM_STEPS, TOLERANCE)
+    return OF_ENGRAM if has_engram(kind) else (NUM_STEPS, TOLERANCE)
 
 
 def scales_of(run: TinyRun) -> list[float]:
@@ -100,7 +108,7 @@ def test_rows_decay_as_dense_gradients_have_them(run_ranks: Any, num_ranks: int)
             num_steps, tolerance = steps_and_tolerance(kind)
             assert max(of_steps, of_weights) < tolerance, (layout, kind)
             assert scales
-            assert all(0.8 < scale < (0.98 if num_steps == NUM_STEPS else 1) for scale in scales)
+            assert all(0.8 < scale < (0.95 if num_steps == NUM_STEPS else 1) for scale in scales)
 
 
 def test_a_scale_leaves_the_rest_of_its_size_to_the_rows() -> None:
