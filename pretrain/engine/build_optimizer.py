@@ -98,6 +98,7 @@ def _of_rows(
         rules[False] = partial(ReadRows, **of_tables)
     if stored is not None:
         rules[True] = partial(StoredRows, stored=stored, **of_tables)
+    is_counted = groups.megatron.expt_dp.rank() == 0
     for in_files, make_rule in rules.items():
         param_groups: list[dict[str, Any]] = [
             # The schedule sets rates and decays.
@@ -110,7 +111,6 @@ def _of_rows(
             }
             for name in TABLE_GROUPS
         ]
-        is_counted = groups.megatron.expt_dp.rank() == 0
         yield ReadTables(megatron_config, chunks, param_groups, make_rule, is_counted=is_counted)
 
 

@@ -78,8 +78,12 @@ def checkpoint_bytes(config: RunConfig) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """Bytes per weight: e; where it is trained, also 4 of gradient, or a table's 2, and optimizer state, split over replicas. Gradients of
-    rows that were read count here, as a step's last backward pass finds them, though they are gone between steps."""
+    """Bytes of a stage's state. Per weight: an element; where it is trained, also 4 of gradient, or a table's 2, and
+    optimizer state, split over replicas.
+
+    Gradients of rows that were read count here, as a step's last backward pass finds them, though they are gone between
+    steps.
+    """
     element = config.train.element_bytes
     dense, tables = local_dense(config, stage), local_tables(config, stage)
     dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
