@@ -18,6 +18,7 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 
 from kernels.implementations import compiler, unavailable
+from kernels.processor import multiplies_bf16
 from parallel.devices import num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder
 from pretrain.config.stages import load_stages
@@ -221,17 +222,19 @@ def look_at_kernels() -> Iterator[Finding]:
 
 def look_at_limits() -> Iterator[Finding]:
     """Cores, memory, and what the system lets a process have."""
-    cores = len(os.sched_getaffinity(0))
-    yield Finding("cores and memory", "ok", f"{plural(cores, 'core')}, {machine_memory_bytes() / 1e9:.0f} GB")
-    load, on_machine = os.getloadavg()[0], os.cpu_count() or cores
+    own = sorted(os.sched_getaffinity(0))
+    yield Finding("cores and memory", "ok", f"{plural(len(own), 'core')}, {machine_memory_bytes() / 1e9:.0f} GB")
+    yield Finding("bf16 on CPUs", "ok", _bf16_on_cores())
+    load, on_machine = os.getloadavg()[0], os.cpu_count() or len(own)
     busy = load >= on_machine / 2
+    half = f"{own[0]}-{own[len(own) // 2 - 1]}" if len(own) >= 4 else f"{own[0]}"
     yield Finding(
         "other work",
         "note" if busy else "ok",
         f"a load of {load:.1f} on {plural(on_machine, 'core')} in the last minute",
         # Measured: a training with as many threads as cores, beside two that had a core each, at a thirteenth of its speed.
-        "give a run cores of its own (taskset -c 0-3 megamem ...): threads that wait for each other lose far more than "
-        "their share of busy cores; megamem study compare and recall have --at-once"
+        f"give a run cores of its own (taskset -c {half} megamem ...): threads that wait for each other lose far more "
+        "than their share of busy cores; megamem study compare and recall have --at-once"
         if busy
         else "",
     )
@@ -270,6 +273,13 @@ def look_at_limits() -> Iterator[Finding]:
     yield Finding("Slurm", "ok", srun or "no srun here: ranks are started by megamem itself, or by torchrun")
 
 
+def _bf16_on_cores() -> str:
+    """Its place beside fp32, which docs/using.md measures."""
+    if multiplies_bf16():
+        return "these cores multiply its matrices: wide models train faster than in fp32"
+    return "these cores cannot multiply its matrices: fp32 is faster"
+
+
 def _clock_is_synchronised() -> bool:
     """True if the kernel says that its clock is synchronised, or cannot be asked."""
     try:
@@ -288,7 +298,12 @@ def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Findin
         check_stages(stages, num_ranks, RunFolder(Path("runs") / stages[0].name), local=True)
     except UserError as error:
         return Finding(path, "lacks", "cannot run here", str(error))
-    return Finding(path, "ok", f"can run here on {plural(num_ranks, 'rank')}")
+    text = f"can run here on {plural(num_ranks, 'rank')}"
+    if any(stage.train.precision == "bf16" for stage in stages) and not (num_visible_gpus() or multiplies_bf16()):
+        return Finding(
+            path, "note", f"{text}, in bf16, for which these cores are slow", "train.precision=fp32 is faster here"
+        )
+    return Finding(path, "ok", text)
 
 
 LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (look_at_packages, look_at_gpus, look_at_kernels, look_at_limits)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.common.tables import check_contiguous, row_dtype
 from kernels.implementations import KernelUnavailableError, compiler
+from kernels.processor import instruction_set
 
 _OPS = Path(__file__).parents[1]
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -179,15 +180,8 @@ def build(op: str, folder: Path, compiler_path: str) -> Path:
 
 def _key(op: str, compiler_path: str) -> str:
     sources = (path.read_text(encoding="utf-8") for path in (source(op), *_HEADERS))
-    facts = (*sources, *_COMPILE, *_LINK, compiler_path, platform.machine(), _instruction_set())
+    facts = (*sources, *_COMPILE, *_LINK, compiler_path, platform.machine(), instruction_set())
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-
-
-def _instruction_set() -> str:
-    """Instruction set of this CPU, which `-march=native` compiles for."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
 
 
 def _compile(compiler_path: str, path: Path, target: Path) -> None:

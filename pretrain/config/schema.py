@@ -124,7 +124,8 @@ class TrainConfig(Config):
     sequence_length: PositiveInt = 256
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state."""
+    """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state. CPUs without
+    instructions for matrices of bf16 are slower in it (`megamem doctor`)."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
     loss_chunk_tokens: PositiveInt | None = 8192

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import processor
 from tools import cli, doctor
 
 Disk = namedtuple("Disk", "free")
@@ -115,6 +116,34 @@ def test_other_work(monkeypatch: pytest.MonkeyPatch, load: float, state: str) ->
     found = by_name(doctor.look_at_limits)["other work"]
     assert (found.state, bool(found.fix)) == (state, state == "note")
     assert found.text == f"a load of {load} on 8 cores in the last minute"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "precision", "state"),
+    [
+        ("flags\t: fpu avx512_bf16", "", "bf16", "note"),
+        ("flags\t: fpu avx512_bf16", "", "fp32", "ok"),
+        ("flags\t: fpu avx512_bf16", "0", "bf16", "ok"),
+        ("flags\t: fpu amx_bf16 amx_tile", "", "bf16", "ok"),
+        ("Features\t: fp asimd bf16 bti", "", "bf16", "ok"),
+        ("Features\t: fp asimd", "", "bf16", "note"),
+    ],
+)
+def test_bf16_on_cores_that_are_slow_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, gpus: str, precision: str, state: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: A CPU\n{flags}\n")
+    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+    assert processor.processor_name() == "A CPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(doctor, "check_stages", lambda *_, **__: None)
+    configuration = tmp_path / "a.yaml"
+    configuration.write_text(f"train: {{precision: {precision}}}\ndata: {{datasets: [{{path: nowhere}}]}}")
+    found = doctor.look_at_config(str(configuration), [], 1)
+    assert (found.state, found.text.startswith("can run here on 1 rank")) == (state, True)
+    assert bool(found.fix) == (state == "note")
+    is_fast = "bf16" in flags.replace("avx512_bf16", "")
+    assert ("faster than in fp32" in by_name(doctor.look_at_limits)["bf16 on CPUs"].text) == is_fast
 
 
 def test_a_configuration_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

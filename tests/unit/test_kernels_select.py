@@ -171,7 +171,7 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> No
 
 def test_the_library_is_another_for_another_compiler_or_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {cpp._key("gather_dot", "/usr/bin/g++"), cpp._key("gather_dot", "/usr/bin/clang++")}
-    monkeypatch.setattr(cpp, "_instruction_set", lambda: "flags: none")
+    monkeypatch.setattr(cpp, "instruction_set", lambda: "flags: none")
     assert len({*keys, cpp._key("gather_dot", "/usr/bin/g++")}) == 3
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kernels.processor import processor_name
 from parallel.devices import gpu_links, gpu_names
 from tools.gpu_check.judge import Verdict
 
@@ -58,7 +59,7 @@ def _machine() -> list[str]:
         "GPUs": ", ".join(gpu_names()) or "none",
         "links": gpu_links() or "none, or unknown",
         "driver": _first_line("/proc/driver/nvidia/version"),
-        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "processor": f"{processor_name()}, {len(os.sched_getaffinity(0))} cores",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES if _version(name)),
     }
@@ -78,11 +79,6 @@ def _commit() -> str:
     except OSError:
         return "unknown: git is missing"
     return result.stdout.strip() or "unknown: not a checkout"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _first_line(path: str) -> str:
