@@ -152,7 +152,7 @@ def test_verdicts() -> None:
     words = verdict([3.0, 3.1], close)
     assert words.startswith("not shown to be memory, as it does not beat one_row by +0.0750 with every seed")
     assert "not ahead of one_row by +0.0750, experts by -0.1500" in words
-    assert "Rows bring +0.0750, the least of the first three leads." in words
+    assert "Rows bring +0.0750, the least lead over one_row, random_rows and others_rows." in words
     assert "Rows bring" not in verdict([3.0], {"one_row": [3.2]})
     assert "One seed says little" in verdict([3.0], {name: [3.2] for name in NEEDED})
     assert verdict([3.0], {"one_row": [3.2]}).startswith("not judged, without random_rows, others_rows, equal_flops (")

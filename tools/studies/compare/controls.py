@@ -149,7 +149,9 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
     of_rows = ""
     if not missing:
         brought = min(leads[name] for name in _OTHER_ROWS)
-        of_rows = f" Rows bring {brought:+.4f}, the least of the first three leads."
+        of_rows = (
+            f" Rows bring {brought:+.4f}, the least lead over {', '.join(_OTHER_ROWS[:-1])} and {_OTHER_ROWS[-1]}."
+        )
     return f"{judged} ({compared}).{of_rows}{seeds}"
 
 
