@@ -22,7 +22,7 @@ from tools.parsers import add_command
 COMMAND_MODULES = (
     "tools.train",
     "tools.replay",
-    "tools.data",
+    "tools.data.command",
     "tools.evaluate",
     "tools.generate",
     "tools.serve",

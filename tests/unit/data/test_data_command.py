@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.data.manifest import open_dataset
 from pretrain.errors import ConfigError, DataError
-from tools.data import add_parser
+from tools.data.command import add_parser
 
 ROOT = Path(__file__).parents[3]
 
@@ -106,7 +106,8 @@ def test_existing_tokenizer_is_kept(tmp_path: Path, source: Path):
 
 
 def test_the_command_line_starts_without_torch():
-    program = "import sys, tools.data, pretrain.data.prepare, pretrain.data.manifest; assert 'torch' not in sys.modules"
+    modules = "sys, tools.data.command, pretrain.data.prepare, pretrain.data.manifest"
+    program = f"import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 

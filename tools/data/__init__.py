@@ -1,0 +1,1 @@
+"""The `megamem data` command: corpora, tokenizers and prepared data sets."""

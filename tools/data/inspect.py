@@ -1,0 +1,125 @@
+"""`megamem data inspect` and `verify`: prepared data sets."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import DataError
+from tools.parsers import add_command
+from tools.words import plural
+
+if TYPE_CHECKING:
+    from pretrain.data.manifest import PreparedDataset
+
+_INSPECT_EPILOG = """\
+examples:
+  megamem data inspect data/stdlib
+  megamem data inspect data/stdlib --verify
+  megamem data inspect data/stdlib --documents 2 --split validation
+"""
+
+_VERIFY_EPILOG = """\
+examples:
+  megamem data verify data/stdlib data/web
+
+Training looks at the sizes and headers of its data sets' files when it starts. This reads all of them.
+"""
+
+
+def add_inspect(commands: Any) -> None:
+    """Adds `inspect` to the commands of `megamem data`."""
+    parser = add_command(commands, "inspect", "show what a prepared data set holds, and check it", _INSPECT_EPILOG)
+    parser.add_argument("path", type=Path, metavar="DIR", help="prepared data set")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare with the hashes of the manifest"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, metavar="N", help="print the beginning of the first N documents"
+    )
+    parser.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="split for --documents (default: train)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON instead of the summary")
+    parser.set_defaults(func=run_inspect)
+
+
+def add_verify(commands: Any) -> None:
+    """Adds `verify` to the commands of `megamem data`."""
+    parser = add_command(commands, "verify", "read every byte of data sets against its hash", _VERIFY_EPILOG)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="DIR", help="prepared data sets")
+    parser.set_defaults(func=run_verify)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """`megamem data inspect`. Raises DataError."""
+    from pretrain.data.manifest import open_dataset
+
+    dataset = open_dataset(args.path)
+    print(dataset.manifest.to_json().rstrip() if args.json else summary(dataset))
+    if args.verify:
+        dataset.verify()
+        said = _verified(dataset)
+        print(f"{said[0].upper()}{said[1:]}")
+    if args.documents > 0:
+        _print_documents(dataset, args.split, args.documents)
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """`megamem data verify`: every data set, and then the first error. Raises DataError."""
+    from pretrain.data.manifest import open_dataset
+
+    errors = []
+    for path in args.paths:
+        try:
+            dataset = open_dataset(path)
+            dataset.verify()
+            print(f"{path}: {_verified(dataset)}")
+        except DataError as error:
+            errors.append(str(error))
+    if errors:
+        raise DataError("\n".join(errors))
+    return 0
+
+
+def _verified(dataset: PreparedDataset) -> str:
+    """Message about a data set in which nothing has changed."""
+    from pretrain.data.manifest import MANIFEST_FILE
+
+    said = "every byte is as it was written."
+    if dataset.manifest.has_digest:
+        return said
+    return (
+        f"{said[:-1]}, but for {MANIFEST_FILE}, which is from a version that wrote no digest: what it says of inputs, "
+        "bytes of text and versions cannot be checked."
+    )
+
+
+def _print_documents(dataset: PreparedDataset, split: str, num_documents: int, num_tokens: int = 256) -> None:
+    documents = dataset.open_split(split)
+    for index in range(min(num_documents, len(documents))):
+        ids = documents[index]
+        print(f"\n--- {split} document {index}: {len(ids)} tokens ---")
+        print(dataset.tokenizer.detokenize(ids[:num_tokens]), end=" [...]\n" if len(ids) > num_tokens else "\n")
+
+
+def summary(dataset: PreparedDataset) -> str:
+    """Lines on what a data set was made of, what it holds, and what was left out."""
+    manifest = dataset.manifest
+    tokenizer = manifest.tokenizer
+    lines = [
+        f"  inputs      {', '.join(manifest.sources['inputs'])} ({plural(manifest.sources['num_files'], 'file')})",
+        f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size} ids, documents end with id {tokenizer.eod}",
+    ]
+    for name, split in manifest.splits.items():
+        per_token = f" ({split.num_bytes / split.num_tokens:.2f} per token)" if split.num_tokens else ""
+        lines.append(
+            f"  {name:<11} {plural(split.num_documents, 'document')}, {plural(split.num_tokens, 'token')}, "
+            f"{plural(split.num_bytes, 'byte')} of text{per_token}"
+            + ("" if split.prompts is None else f"; scored are {plural(split.num_scored_tokens, 'token')} of answers")
+        )
+    lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
+    lines += [f"    {example}" for example in manifest.skipped_examples]
+    return "\n".join(lines)
