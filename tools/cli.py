@@ -37,7 +37,7 @@ COMMAND_MODULES = (
     "tools.cluster",
     "tools.plan.command",
     "tools.dryrun",
-    "tools.config",
+    "tools.config.command",
     "tools.doctor",
     "tools.gpu_check.command",
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 _LINE = 119
 """Characters of a line of a description, as of an epilog's."""
+_OVERRIDES = "set a key, as in optimizer.lr=3e-4, model.memory=null or data.datasets.0.path=DIR (the value is YAML)"
 
 
 def add_command(
@@ -28,7 +29,7 @@ def add_command(
 def add_config(
     parser: argparse.ArgumentParser,
     config: str = "YAML file",
-    overrides: str = "set a key",
+    overrides: str = _OVERRIDES,
     *,
     is_needed: bool = True,
 ) -> None:

@@ -61,11 +61,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config(
-        parser,
-        "YAML file; `megamem config show --keys` lists what it may hold",
-        "set a key, as in optimizer.lr=3e-4 (the value is YAML)",
-    )
+    add_config(parser, "YAML file; `megamem config show --keys` lists what it may hold")
     add_nproc(parser, "one per GPU, or as few as the layout needs")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: runs/<name of the config>)"

@@ -28,7 +28,7 @@ from tests.families.behind_heads.config import BehindHeadsConfig
 from tests.families.behind_heads.family import BEHIND_HEADS
 from tests.families.hashed.config import HashedConfig
 from tests.families.hashed.family import HASHED
-from tools.config import extra_sections
+from tools.config.sections import extra_sections
 
 STEPS = 3
 CONFIG = replace(SHARED, model=replace(SHARED.model, memory=HashedConfig(num_rows=40, value_dim=12, num_hashes=3)))

@@ -32,7 +32,7 @@ from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.validate import validate
 from pretrain.engine.megatron import transformer_config
 from pretrain.errors import ConfigError
-from tools.config import extra_sections
+from tools.config.sections import extra_sections
 
 
 @st.composite

@@ -19,7 +19,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
 from pretrain.config.stages import load_config
 from tests.plain_config import parse_config
-from tools.config import explained_lines
+from tools.config.explained import explained_lines
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 TRICKY_TEXT = st.sampled_from(

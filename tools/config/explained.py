@@ -1,0 +1,62 @@
+"""Keys with their help: all that there are, or those of a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING
+from typing import Any
+
+from megamem.config_base import Config, field_specs
+from pretrain.config.describe import FieldDoc, describe_fields
+from pretrain.config.keys import ineffective_fields
+from pretrain.config.loader import to_dict
+from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_scalar, dump_yaml
+from pretrain.config.stages import StageEntry
+
+_WIDTH = 100
+
+
+def key_lines() -> Iterator[str]:
+    """Every key with type, default and help."""
+    entries = [dataclasses.replace(doc, key=f"stages.N.{doc.key}") for doc in describe_fields(StageEntry)]
+    for doc in (*describe_fields(RunConfig), *entries):
+        if doc.is_section:
+            default = {None: ", default null", (): ", default []"}.get(doc.default, "")
+            yield f"\n{doc.key}: {doc.type}{default}"
+        else:
+            default = "required" if doc.default is MISSING else f"default {dump_scalar(doc.default)}"
+            yield f"{doc.key}: {doc.type}, {default}"
+        condition = f" Only where {doc.effective_when}." if doc.effective_when else ""
+        yield from textwrap.wrap(doc.doc + condition, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def explained_lines(config: RunConfig) -> Iterator[str]:
+    """The configuration as YAML with the help text above each key; keys without effect appear as comments."""
+    docs = {doc.key: doc for doc in describe_fields(RunConfig)}
+    silent = {item.key: item.reason for item in ineffective_fields(config) if item.at_default}
+    yield from _explained_section(config, "", docs, silent)
+
+
+def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], silent: dict[str, str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for item in dataclasses.fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if not prefix and dataclasses.is_dataclass(value):
+            yield ""
+        comment = f"{indent}# "
+        yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
+        if key in silent:
+            yield f"{comment}{item.name}: without effect unless {silent[key]}"
+        elif isinstance(value, Config):
+            is_silent = all(f"{key}.{name}" in silent for name in field_specs(type(value)))
+            yield f"{indent}{item.name}:{' {}' if is_silent else ''}"
+            yield from _explained_section(value, f"{key}.", docs, silent)
+        elif isinstance(value, tuple) and value:
+            plain = [to_dict(part) if dataclasses.is_dataclass(part) else part for part in value]
+            yield f"{indent}{item.name}:"
+            yield textwrap.indent(dump_yaml(plain).rstrip(), f"{indent}  ")
+        else:
+            yield f"{indent}{item.name}: {'[]' if value == () else dump_scalar(value)}"
