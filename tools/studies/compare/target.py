@@ -168,8 +168,8 @@ interpolation between evaluations.
 
 {chr(10).join(lines) or "No seed of all models is done yet."}
 
-p values are of an exact one-sided test of paired seeds, whose models ran one after the other: the share of all choices of
-the differences' signs that leave a mean as large.
+p values are of an exact one-sided test of paired seeds, whose models ran one after the other: the share of all choices
+of the differences' signs that leave a mean as large.
 """
 
 
