@@ -150,7 +150,7 @@ def test_verdicts() -> None:
     )
     close = {**beaten, "one_row": [3.2, 3.05], "experts": [2.9, 2.9]}
     words = verdict([3.0, 3.1], close)
-    assert words.startswith("not shown to be memory, as it does not beat one_row by +0.0750 with every seed")
+    assert words.startswith("not shown to be memory, as it does not beat one_row with every seed")
     assert "not ahead of one_row by +0.0750, experts by -0.1500" in words
     assert "Rows bring +0.0750, the least lead over one_row, random_rows and others_rows." in words
     assert "Rows bring" not in verdict([3.0], {"one_row": [3.2]})

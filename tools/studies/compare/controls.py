@@ -133,7 +133,7 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
         lead = f"{name} by {leads[name]:+.4f}"
         (beaten if all(mine < its for mine, its in zip(own, losses, strict=True)) else others).append((name, lead))
     missing = [name for name in NEEDED if name not in controls]
-    of_needed = [lead for name, lead in others if name in NEEDED]
+    of_needed = [name for name, _ in others if name in NEEDED]
     if missing:
         judged = f"not judged, without {', '.join(missing)}"
     elif of_needed:
