@@ -24,7 +24,7 @@ FILES = (
     "test_shuffled_rows.py",
     "test_topk.py",
 )
-READS_BESIDE_THE_TABLE = """
+WRITES_BESIDE_THE_RESULT = """
 import torch
 from kernels.gather_sum.op import cpu_gather_sum
 table, ids, coef = torch.ones(4, 16), torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, 3, 1)
@@ -75,7 +75,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 def test_a_planted_defect_is_found(checked: dict[str, str]) -> None:
-    finished = run(checked, "-c", READS_BESIDE_THE_TABLE)
+    finished = run(checked, "-c", WRITES_BESIDE_THE_RESULT)
     assert finished.returncode != 0
     assert "AddressSanitizer" in finished.stderr
     assert "gather_sum" in finished.stderr
