@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,41 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_tuning(tmp_path / "none.yaml")
 
 
-def test_values_that_no_model_can_have_are_refused() -> None:
-    file = Path("tuning.yaml")
-    searches = [Search(str(CONFIGS / "compare" / name), [], None) for name in ("dense.yaml", "pkm.yaml")]  # type: ignore[arg-type]
-    check_keys(Tuning(1, 1, 1, {"optimizer.lr": (1e-3,), "model.memory.top_k": (2,)}), file, searches)
-    for key, value in (("optimizer.rl", 1e-3), ("model.memory.initialisation", "matched"), ("optimizer.lr", -1)):
-        with pytest.raises(ConfigError, match=f"tuning.yaml: no model of the comparison takes {key}={value}"):
-            check_keys(Tuning(1, 1, 1, {key: (value,)}), file, searches)
+def searches_of(*names: str) -> list[Search]:
+    return [Search(str(CONFIGS / "compare" / f"{name}.yaml"), [], None) for name in names]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("optimizer.warmup_step", 4, "unknown key optimizer.warmup_step: did you mean optimizer.warmup_steps?"),
+        ("model.qqqqqqqq", 1, "unknown key model.qqqqqqqq: megamem config show --keys lists them all"),
+        ("optimizer.lr", -1, "no model of the comparison takes optimizer.lr=-1: correct it, or leave it out"),
+        ("model.memory.top_k", "two", "no model of the comparison takes model.memory.top_k=two"),
+        ("optimizer.beta1, optimizer.beta2", [0.9, 2], "no model of the comparison takes optimizer.beta1, optimizer"),
+    ],
+)
+def test_values_that_no_model_can_have_are_refused(key: str, value: Any, problem: str) -> None:
+    searches = searches_of("dense", "pkm")
+    check_keys(Tuning(1, 1, 1, {"optimizer.lr": (1e-3,), "model.memory.top_k": (2,)}), Path("tuning.yaml"), searches)
+    with pytest.raises(ConfigError, match=re.escape(f"tuning.yaml: {problem}")) as caught:
+        check_keys(Tuning(1, 1, 1, {key: (value,)}), Path("tuning.yaml"), searches)
+    if "no model" in problem:
+        # The loader's own words stand below: the key and what it expects.
+        assert key.split()[-1] in str(caught.value).splitlines()[1]
+
+
+def test_keys_of_other_families_are_told_and_passed_over() -> None:
+    """One shipped search serves a single model, too."""
+    tuning = read_tuning(CONFIGS / "tuning" / "small.yaml")
+    unread = check_keys(tuning, Path(), searches_of("peer"))
+    assert unread == [
+        "model.memory.initialisation=[matched]",
+        "model.memory.pre_value_dim, model.memory.value_dim=[[0, 64]]",
+        "model.moe.balance_loss_weight=[0.1, 0.001]",
+    ]
+    assert "optimizer.value_lr_multiplier=[8.0, 16.0]" in check_keys(tuning, Path(), searches_of("dense"))
+    assert check_keys(tuning, Path(), searches_of("peer", "moe", "ultramemv2")) == []
 
 
 @pytest.mark.parametrize("size", ["small", "medium", "large"])
@@ -156,7 +185,7 @@ def test_the_shipped_search_gives_every_model_as_many_trials(size: str) -> None:
     searches = [
         Search(path, [], tuning) for path in load_configs([str(path) for path in sorted(folder.glob("*.yaml"))])
     ]
-    check_keys(tuning, Path(), searches)
+    assert check_keys(tuning, Path(), searches) == []
     for found in searches:
         found.run(lambda config, number: float(number))
         name = found.best.config.name
@@ -170,7 +199,7 @@ def test_the_search_of_models_that_the_token_addresses_is_the_beginning_of_the_o
     for name in ("move", "lave", "tide", "engram", "engram_ple"):
         path = str(CONFIGS / "compare" / f"{name}.yaml")
         first, all_of_it = Search(path, [], own), Search(path, [], every)
-        check_keys(own, Path(), [first])
+        assert check_keys(own, Path(), [first]) == []
         for search in (first, all_of_it):
             # Every trial is better than the one before, so that each value stays.
             search.run(lambda config, number: -float(number))

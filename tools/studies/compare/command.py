@@ -44,8 +44,8 @@ on which others build, is left out. Overrides hold for all models.
 
 With --tune, every model first gets the same number of shorter trials (DIR/NAME/trial_N) with a seed of their own: the
 keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
-stays. The runs that are reported have the best settings, and the report lists all trials; of a search of one number it
-has a picture.
+stays. Keys that none of these models reads are told and passed over. The runs that are reported have the best settings,
+and the report lists all trials; of a search of one number it has a picture.
 
 With --controls, every model with a memory is also trained without what makes it one: with one row for every read, with
 rows that stay random, with the rows of other tokens; and as a dense model of equal operations, of equal parameters, and

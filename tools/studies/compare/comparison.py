@@ -119,7 +119,8 @@ class Comparison:
                 "nothing on it, so choose others"
             )
         searches = [Search(path, overrides, tuning) for path in paths]
-        check_keys(tuning, tuning_file, searches)
+        for unread in check_keys(tuning, tuning_file, searches):
+            print(f"{tuning_file}: no model here reads {unread}: other keys have its trials", flush=True)
         for config in self.models:
             validate(searches[0].shortened(config), self.num_ranks)
         self.trainer = self._trainer(num_trials=tuning.num_trials, num_trial_steps=tuning.num_steps)

@@ -9,13 +9,14 @@ validation loss decides, of a run that is shorter than the reported ones, from a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pretrain.config.keys import all_keys, ineffective_fields, nearest_keys
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
@@ -128,11 +129,29 @@ class Search:
         """The model with these settings; None if it cannot have them."""
         if not all(_has(self._own, key) for key in changes):
             return None
-        words = [f"{key}={in_words(value)}" for key, value in changes.items()]
         try:
-            return load_config(self._path, [*self._overrides, *words])
+            return self._load(changes)
         except ConfigError:
             return None
+
+    def problem(self, changes: Mapping[str, Any]) -> str:
+        """The reason why the model cannot have these settings, in the loader's words."""
+        try:
+            self._load(changes)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _load(self, changes: Mapping[str, Any]) -> RunConfig:
+        words = [f"{key}={in_words(value)}" for key, value in changes.items()]
+        return load_config(self._path, [*self._overrides, *words])
+
+    def reads(self, names: Iterable[str]) -> bool:
+        """True if the model, as its file has it, has all of these keys and makes use of them."""
+        silent = [item.key for item in ineffective_fields(self._own)]
+        return all(
+            _has(self._own, name) and not any(f"{name}.".startswith(f"{key}.") for key in silent) for name in names
+        )
 
     def shortened(self, config: RunConfig) -> RunConfig:
         """Configuration as a trial trains it."""
@@ -144,18 +163,39 @@ class Search:
         )
 
 
-def check_keys(tuning: Tuning, path: Path, searches: Iterable[Search]) -> None:
-    """Refuse values that no model can have: they would be passed over without a word.
+def check_keys(tuning: Tuning, path: Path, searches: Sequence[Search]) -> list[str]:
+    """Refuse values that no model can have, which would be passed over without a word.
+
+    A key that only other families read is no mistake: one file is the search of them all.
+
+    Returns:
+        Each key that none of these models reads, with its values.
 
     Raises:
-        ConfigError: naming the key and the value.
+        ConfigError: naming the key, the value and what is wrong with it.
     """
+    unread = []
     for key, values in tuning.values.items():
-        for value in values:
-            if all(search.config(changes_of(key, value)) is None for search in searches):
-                raise ConfigError(
-                    f"{path}: no model of the comparison takes {key}={value}: correct it, or leave it out"
-                )
+        for name in _names(key):
+            _check_name(name, path)
+        readers = [search for search in searches if search.reads(_names(key))]
+        refused = [v for v in values if all(search.config(changes_of(key, v)) is None for search in searches)]
+        if refused and readers:
+            raise ConfigError(
+                f"{path}: no model of the comparison takes {key}={refused[0]}: correct it, or leave it out\n"
+                f"{readers[0].problem(changes_of(key, refused[0]))}"
+            )
+        if refused:
+            unread.append(f"{key}={in_words(list(refused))}")
+    return unread
+
+
+def _check_name(name: str, path: Path) -> None:
+    known = list(all_keys(RunConfig))
+    if name not in known:
+        nearest = nearest_keys(name, known)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "megamem config show --keys lists them all"
+        raise ConfigError(f"{path}: unknown key {name}: {hint}")
 
 
 def changes_of(key: str, value: Any) -> dict[str, Any]:
@@ -174,8 +214,9 @@ def in_words(value: Any) -> str:
 
 
 def _has(config: RunConfig, key: str) -> bool:
-    """True if a configuration has the section of a key; an override would make one."""
+    """True if a configuration has a key, by its kind of section too; an override would make a section that is not there."""
+    *sections, name = key.split(".")
     section: Any = config
-    for name in key.split(".")[:-1]:
-        section = getattr(section, name, None)
-    return section is not None
+    for each in sections:
+        section = getattr(section, each, None)
+    return section is not None and hasattr(section, name)
