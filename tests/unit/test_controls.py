@@ -22,7 +22,15 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from tools.drawing import svg
 from tools.metrics import Curves
 from tools.studies.compare.addresses import Addresses
-from tools.studies.compare.controls import MEANINGS, NEEDED, controls_of, controls_section, verdict
+from tools.studies.compare.controls import (
+    MEANINGS,
+    NEEDED,
+    controls_of,
+    controls_section,
+    distinct,
+    trained_once,
+    verdict,
+)
 from tools.studies.compare.leads import leads, leads_picture
 from tools.studies.compare.runs import RunResult
 
@@ -87,6 +95,28 @@ def test_some_controls_alone_stand_in_the_section() -> None:
     text = controls_section([some], {}, {}, {})
     assert "| model | as it is | one_row | experts | after training: others' rows |" in text
     assert "random_rows" not in text
+
+
+def test_a_control_that_models_have_in_common_is_trained_once() -> None:
+    each = [controls_of(loaded(name), VOCAB_SIZE, ["one_row", "equal_flops"]) for name in ("pkm", "peer", "engram")]
+    faster = replace(each[2].model, optimizer=replace(each[2].model.optimizer, lr=0.5))
+    pkm, peer, other = trained_once([*each[:2], controls_of(faster, VOCAB_SIZE, ["one_row", "equal_flops"])])
+    # Their twins are the same; the third's has another rate, and rows belong to their models.
+    assert peer.controls["equal_flops"] is pkm.controls["equal_flops"]
+    assert (pkm.shared, peer.shared, other.shared) == ({}, {"equal_flops": "pkm.equal_flops"}, {})
+    found = distinct([pkm, peer, other])
+    assert [control.name for control in found] == [
+        "pkm.one_row",
+        "pkm.equal_flops",
+        "peer.one_row",
+        "engram.one_row",
+        "engram.equal_flops",
+    ]
+    losses = {control.name: runs(3.0 + index / 10) for index, control in enumerate(found)}
+    text = controls_section([pkm, peer], {}, losses, {})
+    assert "| peer | - | 3.2000 | 3.1000 | - | - |" in text
+    assert "- equal_flops of peer is pkm.equal_flops, trained once: the same but for its name." in text
+    assert leads([peer], {"peer": runs(2.9)}, losses)["peer"]["equal_flops"] == pytest.approx([0.2])
 
 
 def test_leads_are_paired_by_seed_and_drawn() -> None:

@@ -95,9 +95,12 @@ def test_the_report() -> None:
     *_, first, second = table(figures, found).splitlines()
     assert first == "| dense | 2.000M | 2.000 | 25.0% (20.0% to 30.0%), 3.25 | 12.5%, 5.00 |"
     assert second == "| memory | 4.000M | 2.200 (**+10.0%**) | 100.0%, 0.01 | not run |"
-    text = report(RunConfig(), figures, found, seeds=(1, 2), plot_name="r.svg", command="megamem recall x")
+    text = report(
+        RunConfig(), figures, found, notes=["b is a."], seeds=(1, 2), plot_name="r.svg", command="megamem recall x"
+    )
     assert all(part in text for part in ("2 models", "](r.svg)", "megamem recall x", "costs 6.52", first))
     assert "weights and facts from seeds 1, 2, in means" in " ".join(text.split())
+    assert "\n\n- b is a.\n\n![Facts known]" in text
     known, nats = plot(found).axes
     assert [list(line.get_ydata()) for line in known.lines] == [[0.25, 0.125], [1.0]]
     assert [list(line.get_xdata()) for line in nats.lines[:2]] == [[64, 128], [64]]

@@ -51,7 +51,8 @@ With --controls, every model with a memory is also trained without what makes it
 rows that stay random, with the rows of other tokens; and as a dense model of equal operations, of equal parameters, and
 as a mixture of experts of equal parameters (DIR/NAME.CONTROL/seed_N). Then the trained model is evaluated with rows of
 other tokens and without its memory. The report gets a section with all losses, a picture, and a verdict per model. It
-takes seven times as long, or less with the names of some: one_row,random_rows,others_rows,equal_flops decide.
+takes seven times as long, or less with the names of some: one_row,random_rows,others_rows,equal_flops decide. A control
+that several models have in common, as a dense one of the same size and rates, is trained once, in the first one's folder.
 
 With --target-loss, the report also says after how many tokens and seconds each model's validation loss reaches it, and
 whether a model is faster than the first one: an exact test of paired seeds, which takes seven to go below p = 0.01.

@@ -14,7 +14,14 @@ from tools.drawing import svg
 from tools.pages import Page
 from tools.ranks import import_engine
 from tools.studies.compare.addresses import Addresses, addresses_of
-from tools.studies.compare.controls import Controlled, controls_of, controls_section, with_memory
+from tools.studies.compare.controls import (
+    Controlled,
+    controls_of,
+    controls_section,
+    distinct,
+    trained_once,
+    with_memory,
+)
 from tools.studies.compare.leads import leads, leads_picture
 from tools.studies.compare.report import Tuned, plot, report, table
 from tools.studies.compare.rules import (
@@ -82,16 +89,18 @@ class Comparison:
         """The controls of models as they are now: with other settings, others."""
         if not self.controls:
             return []
-        return [control for each in self._controlled(models) for control in each.controls.values()]
+        return distinct(self._controlled(models))
 
     def _controlled(self, models: Sequence[RunConfig]) -> list[Controlled]:
         from pretrain.data.blend import check_blend, model_vocab_size
 
         tokenizer = check_blend(models[0].data.datasets)
-        return [
-            controls_of(config, model_vocab_size(config.model, tokenizer), self.controls)
-            for config in with_memory(models)
-        ]
+        return trained_once(
+            [
+                controls_of(config, model_vocab_size(config.model, tokenizer), self.controls)
+                for config in with_memory(models)
+            ]
+        )
 
     def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
         num_models = len(self.models) + len(self._controls_of(self.models))
@@ -215,9 +224,8 @@ class Comparison:
 
     def _control_plan(self, seed: int) -> list[tuple[RunConfig, str]]:
         return [
-            (with_seed(control, seed), f"{each.model.name}, {name}, seed {seed}")
-            for each in self.controlled
-            for name, control in each.controls.items()
+            (with_seed(control, seed), f"{control.name.replace('.', ', ')}, seed {seed}")
+            for control in distinct(self.controlled)
         ]
 
     def _control_jobs(self) -> Iterator[Job]:

@@ -43,6 +43,12 @@ class Controlled:
     controls: Mapping[str, RunConfig]
     left_out: Mapping[str, str]
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """The controls that are trained for another model (`trained_once`): the names of their runs, by control."""
+        own = {name: f"{self.model.name}.{name}" for name in self.controls}
+        return {name: control.name for name, control in self.controls.items() if control.name != own[name]}
+
 
 def with_memory(models: Sequence[RunConfig]) -> list[RunConfig]:
     """Those that can have controls.
@@ -106,6 +112,43 @@ def controls_of(config: RunConfig, vocab_size: int, names: Collection[str] = tup
         if name in names
     }
     return Controlled(config, named, left_out)
+
+
+def trained_once(controlled: Sequence[Controlled]) -> list[Controlled]:
+    """The same, where a control that several models have in common, but for its name, is that of the first of them.
+
+    Models of equal size and rates have the same dense and expert twins: one run tells of them all.
+    """
+    first: dict[RunConfig, RunConfig] = {}
+    return [
+        replace(
+            each,
+            controls={
+                name: first.setdefault(replace(control, name=""), control) for name, control in each.controls.items()
+            },
+        )
+        for each in controlled
+    ]
+
+
+def distinct(controlled: Sequence[Controlled]) -> list[RunConfig]:
+    """The controls that there are, each once, in the order of their models."""
+    return list({control.name: control for each in controlled for control in each.controls.values()}.values())
+
+
+def notes_of(controlled: Sequence[Controlled]) -> list[str]:
+    """Sentences on controls that there cannot be, and on those that are trained for another model."""
+    return [
+        note
+        for each in controlled
+        for note in (
+            *(f"{each.model.name} has no {name}: {why}." for name, why in each.left_out.items()),
+            *(
+                f"{name} of {each.model.name} is {run}, trained once: the same but for its name."
+                for name, run in each.shared.items()
+            ),
+        )
+    ]
 
 
 def _with_control(config: RunConfig, control: Control) -> RunConfig:
@@ -195,7 +238,7 @@ def controls_section(
         done = {name: losses for name, losses in cells.items() if len(losses) == len(own)}
         if own and len(done) == len(each.controls):
             verdicts.append(f"- **{each.model.name}**: {verdict(own, done)}")
-        verdicts += [f"- {each.model.name} has no {name}: {why}" for name, why in each.left_out.items()]
+    verdicts += [f"- {note}" for note in notes_of(controlled)]
     meanings = "\n".join(f"- `{name}`: {MEANINGS[name]}." for name in names)
     gains = _gains_by_frequency(addresses)
     return f"""

@@ -22,7 +22,7 @@ from tools.studies.compare.arguments import (
     open_page,
     refuse_launcher,
 )
-from tools.studies.compare.controls import controls_of, with_memory
+from tools.studies.compare.controls import Controlled, controls_of, distinct, notes_of, trained_once, with_memory
 from tools.studies.compare.rules import ModelFigures, load_configs, model_figures
 from tools.studies.compare.runs import RunStopped, Trainer
 from tools.studies.compare.side_by_side import run_side_by_side
@@ -84,8 +84,13 @@ def run_recall(args: argparse.Namespace) -> int:
     """Trains and asks what is not there yet, and writes the report."""
     refuse_launcher("recall")
     models = list(load_configs(args.configs, args.overrides).values())
+    notes: list[str] = []
     if args.controls:
-        models += _controls(models, args.controls)
+        controlled = _controlled(models, args.controls)
+        models += distinct(controlled)
+        notes = notes_of(controlled)
+        for note in notes:
+            print(f"note: {note}", flush=True)
     for config in models:
         validate(config, args.nproc)
     page = open_page(args, "recall")
@@ -108,7 +113,15 @@ def run_recall(args: argparse.Namespace) -> int:
             run_side_by_side([run.job() for run in plan if not run.is_asked], args.at_once, args.nproc)
         for run in plan:
             found[run.config.name].setdefault(run.number, []).append(run.recalled(trainer))
-            text = report(models[0], figures, found, seeds=args.seeds, plot_name=page.plot.name, command=command)
+            text = report(
+                models[0],
+                figures,
+                found,
+                notes=notes,
+                seeds=args.seeds,
+                plot_name=page.plot.name,
+                command=command,
+            )
             page.write(text, svg(plot(found)))
     except RunStopped as stopped:
         return stopped.exit_code
@@ -116,19 +129,15 @@ def run_recall(args: argparse.Namespace) -> int:
     return 0
 
 
-def _controls(models: Sequence[RunConfig], names: Sequence[str]) -> list[RunConfig]:
-    """These controls of the models with a memory, as models; says which there cannot be.
+def _controlled(models: Sequence[RunConfig], names: Sequence[str]) -> list[Controlled]:
+    """The models with a memory, and these controls of them.
 
     Raises:
         ConfigError: no model has a memory.
     """
     from pretrain.data.tokenizer import ByteTokenizer
 
-    controlled = [controls_of(config, ByteTokenizer.vocab_size, names) for config in with_memory(models)]
-    for each in controlled:
-        for name, why in each.left_out.items():
-            print(f"note: {each.model.name} has no {name}: {why}", flush=True)
-    return [control for each in controlled for control in each.controls.values()]
+    return trained_once([controls_of(config, ByteTokenizer.vocab_size, names) for config in with_memory(models)])
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:

@@ -50,12 +50,19 @@ def report(
     figures: Sequence[ModelFigures],
     found: Recalls,
     *,
+    notes: Sequence[str],
     seeds: Sequence[int],
     plot_name: str,
     command: str,
 ) -> str:
-    """The part of a report between its marks."""
+    """The part of a report between its marks.
+
+    Args:
+        config: of any of the models, which train alike.
+        notes: on models that are not in the table.
+    """
     train = config.train
+    on_others = "".join(f"- {note}\n" for note in notes) + "\n" * bool(notes)
     of_seeds = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}, in means"
     return f"""\
 {len(figures)} models, each trained on {train.num_steps * train.tokens_per_step:,} bytes of documents that state so many facts: \
@@ -65,7 +72,7 @@ Then they are asked for the values of at most {MOST_ASKED:,} of them: the share 
 
 {table(figures, found)}
 
-![Facts known]({plot_name})
+{on_others}![Facts known]({plot_name})
 
 Made by
 
