@@ -20,8 +20,8 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Job]:
-    def make(name: str, work: Callable[[], object]) -> Job:
-        return Job(name, tmp_path / name / "screen.log", work)
+    def make(name: str, work: Callable[[], object], num_steps: int = 0) -> Job:
+        return Job(name, tmp_path / name / "screen.log", work, num_steps)
 
     return make
 
@@ -73,6 +73,22 @@ def test_as_many_run_at_once_as_may(
     said = capsys.readouterr().out
     assert "job 3 of 3: three: started" in said
     assert "3 of 3 done" in said
+
+
+def test_the_time_that_others_take_is_told_by_their_steps(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour per look at the clock: once at the beginning, once as each job starts and once as it ends."""
+    clock = iter(range(0, 3600 * 100, 3600))
+    monkeypatch.setattr("tools.studies.compare.side_by_side.time.monotonic", lambda: next(clock))
+    steps = {"looks": 0, "short": 100, "long": 300}
+    run_side_by_side([job(name, lambda: None, of_it) for name, of_it in steps.items()], 1, 1)
+    told = [line for line in capsys.readouterr().out.splitlines() if "done" in line]
+    assert told == [
+        "1 of 3 done: looks, in 60.0 min; time not known yet for the others",
+        "2 of 3 done: short, in 60.0 min; about 720 min for the others",
+        "3 of 3 done: long, in 60.0 min",
+    ]
 
 
 def test_a_failure_stops_the_others_and_is_shown(

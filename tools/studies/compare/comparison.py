@@ -140,6 +140,7 @@ class Comparison:
                     f"search of {model.name}",
                     self.run_dir / model.name / "search.log",
                     partial(self._search, model.name, search, tuning),
+                    tuning.num_trials * tuning.num_steps,
                 )
                 for model, search in zip(self.models, searches, strict=True)
             ]
@@ -175,7 +176,8 @@ class Comparison:
             steps_left = config.train.num_steps - finished_steps(config, folder)
             if steps_left > 0:
                 trainer = Trainer(self.num_ranks, num_runs=1, num_steps=steps_left)
-                jobs.append(Job(what, folder.logs / "screen.log", partial(trainer.train, config, folder.path, what)))
+                work = partial(trainer.train, config, folder.path, what)
+                jobs.append(Job(what, folder.logs / "screen.log", work, steps_left))
         return jobs
 
     def _folder(self, config: RunConfig) -> Path:

@@ -22,7 +22,7 @@ from parallel.log_tail import log_tail
 from parallel.parent_death import signal_on_parent_death
 from parallel.stop_signals import STOP_SIGNALS
 from pretrain.errors import StoppedEarly, UserError
-from tools.studies.compare.runs import RunStopped
+from tools.studies.compare.runs import RunStopped, time_left
 from tools.words import ending
 
 
@@ -34,11 +34,13 @@ class Job:
         what: in words.
         screen: file that gets what it prints, appended to; its folder is made.
         work: raises RunStopped or UserError if it does not come to its end.
+        num_steps: of training in it, by which the time that others take is told.
     """
 
     what: str
     screen: Path
     work: Callable[[], object]
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def run_side_by_side(jobs: Sequence[Job], at_once: int, num_ranks: int) -> None:
         RunStopped: a job did not come to its end; with the code of the first.
     """
     places, cores = list(range(at_once)), core_shares(at_once)
-    waiting, running, num_done = list(enumerate(jobs, 1)), list[_Running](), 0
+    waiting, running, done = list(enumerate(jobs, 1)), list[_Running](), list[_Running]()
     code, began_s = 0, time.monotonic()
     with _stop_signals_for(running) as was_stopped:
         while True:
@@ -81,8 +83,8 @@ def run_side_by_side(jobs: Sequence[Job], at_once: int, num_ranks: int) -> None:
                 running.remove(each)
                 places.append(each.place)
                 if not (own_code := _exit_code(each.process)):
-                    num_done += 1
-                    print(_done(each, num_done, len(jobs), began_s), flush=True)
+                    done.append(each)
+                    print(_progress(done, jobs, began_s), flush=True)
                 elif not code:
                     code = own_code
                     print(_failed(each, code), flush=True)
@@ -173,11 +175,13 @@ def _exit_code(process: ForkProcess) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _done(each: _Running, num_done: int, num_jobs: int, began_s: float) -> str:
-    now_s = time.monotonic()
-    text = f"{num_done} of {num_jobs} done: {each.job.what}, in {(now_s - each.started_s) / 60:.1f} min"
-    left = (now_s - began_s) / num_done * (num_jobs - num_done) / 60
-    return f"{text}; about {left:.0f} min for the others" if left >= 1 else text
+def _progress(done: Sequence[_Running], jobs: Sequence[Job], began_s: float) -> str:
+    """What the last of them was, and how long the others take at the mean speed so far."""
+    now_s, each = time.monotonic(), done[-1]
+    text = f"{len(done)} of {len(jobs)} done: {each.job.what}, in {(now_s - each.started_s) / 60:.1f} min"
+    steps_done = sum(one.job.num_steps for one in done)
+    steps_to_go = sum(job.num_steps for job in jobs) - steps_done
+    return f"{text}; {time_left(steps_done, now_s - began_s, steps_to_go)} for the others" if steps_to_go else text
 
 
 def _failed(each: _Running, code: int) -> str:

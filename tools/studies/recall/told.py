@@ -85,8 +85,9 @@ class Told:
 
     def job(self) -> Job:
         """Training and asking, for `run_side_by_side`."""
-        trainer = Trainer(self.num_ranks, num_runs=1, num_steps=self.config.train.num_steps)
-        return Job(self.what, RunFolder(self.folder).logs / "screen.log", partial(self.recalled, trainer))
+        folder, num_steps = RunFolder(self.folder), self.config.train.num_steps
+        work = partial(self.recalled, Trainer(self.num_ranks, num_runs=1, num_steps=num_steps))
+        return Job(self.what, folder.logs / "screen.log", work, num_steps - finished_steps(self.config, folder))
 
     def recalled(self, trainer: Trainer) -> Recall:
         """Train it to its end and ask it, unless that is done.
