@@ -26,7 +26,7 @@ ACCUMULATE_AHEAD = 4
 """Entries of a run of `segment_accumulate` whose loads are under way at once."""
 _ACCUMULATE_STEP = 250
 """Instructions of a warp for so many entries of each of its runs: 212 to 279 in the machine code
-(`tests/unit/test_kernel_builds.py`)."""
+(`tests/unit/kernels/test_kernel_builds.py`)."""
 _ROUNDED_STEP = 570
 """The same where sums are rounded to bf16: 434 to 600."""
 

@@ -12,7 +12,7 @@ from kernels.implementations import Implementation, unavailable
 from kernels.parity import selection_problems
 from kernels.select import select_kernels
 from kernels.shuffled_rows.naive import shuffled_rows
-from tests.unit.test_topk import CASES, Case, both
+from tests.unit.kernels.test_topk import CASES, Case, both
 
 # Asked of the GPU: without one, the interpreter is asked for, and not here.
 needs_triton_on_gpu = pytest.mark.skipif(

@@ -176,7 +176,7 @@ def _exit_code(process: ForkProcess) -> int:
 
 
 def _progress(done: Sequence[_Running], jobs: Sequence[Job], began_s: float) -> str:
-    """What the last of them was, and how long the others take at the mean speed so far."""
+    """The last of them in words, and the time that the others take at the mean speed so far."""
     now_s, each = time.monotonic(), done[-1]
     text = f"{len(done)} of {len(jobs)} done: {each.job.what}, in {(now_s - each.started_s) / 60:.1f} min"
     steps_done = sum(one.job.num_steps for one in done)

@@ -25,7 +25,7 @@ from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import KernelUnavailableError, automatic, compiler, unavailable
 from kernels.select import OPS, assemble, implementation_of, resolve, select_kernels
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 needs_compiler = pytest.mark.skipif(compiler() is None, reason=str(unavailable("cpu", "cpu")))
 
 

@@ -14,12 +14,16 @@ from tests.costly import COSTLY
 
 pytestmark = COSTLY
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = (
-    "test_kernels.py",
+    "test_kernels_accumulate.py",
+    "test_kernels_bits.py",
+    "test_kernels_gather.py",
+    "test_kernels_main_grad.py",
     "test_kernels_offsets.py",
     "test_kernels_parity.py",
     "test_kernels_rounding.py",
+    "test_kernels_row_parts.py",
     "test_kernels_updates.py",
     "test_shuffled_rows.py",
     "test_topk.py",
@@ -82,7 +86,7 @@ def test_a_planted_defect_is_found(checked: dict[str, str]) -> None:
 
 
 def test_kernels_stay_inside_of_their_tensors(checked: dict[str, str]) -> None:
-    files = [str(ROOT / "tests" / "unit" / name) for name in FILES]
+    files = [str(Path(__file__).with_name(name)) for name in FILES]
     finished = run(checked, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", "0", "-k", "cpu", *files)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert " passed" in finished.stdout

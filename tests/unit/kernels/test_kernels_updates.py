@@ -21,7 +21,6 @@ from kernels.row_squares import naive as naive_squares
 from kernels.row_update import naive as naive_update
 from kernels.select import Kernels, select_kernels
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("torch", "cpu", "triton")
 FAST: tuple[Implementation, ...] = ("torch", "cpu")
 NAN = float("nan")
 
@@ -30,11 +29,6 @@ def chosen(implementation: Implementation) -> Kernels:
     if reason := unavailable(implementation, "cpu"):
         pytest.skip(f"{implementation} {reason}")
     return select_kernels(implementation, device_type="cpu")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return chosen(request.param)
 
 
 @dataclass(frozen=True)

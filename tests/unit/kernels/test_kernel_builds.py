@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.kernel_builds import ALL
+from tests.unit.kernels.kernel_builds import ALL
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
 )
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 KERNELS = {
     name
     for file in (REPOSITORY / "kernels").glob("*/triton_op.py")
@@ -31,7 +31,7 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.kernel_builds"]
+    command = [sys.executable, "-m", "tests.unit.kernels.kernel_builds"]
     finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return [json.loads(line) for line in finished.stdout.splitlines()]

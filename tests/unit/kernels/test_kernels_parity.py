@@ -14,7 +14,7 @@ from kernels.parity import parity_problems, selection_problems, update_problems
 from kernels.select import select_kernels
 
 
-# Triton's interpreter is slow: fp32 is compared in test_kernels.py.
+# Triton's interpreter is slow: fp32 is compared in `test_kernels_gather.py` and its neighbours.
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [

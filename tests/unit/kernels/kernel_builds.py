@@ -1,5 +1,5 @@
 """Builds the Triton kernels for GPUs that are not there, and prints which limits they break: `python -m
-tests.unit.kernel_builds`.
+tests.unit.kernels.kernel_builds`.
 
 A process of its own, because Triton decides at import whether it compiles or interprets. The launches are those of the
 launchers themselves, at the shapes that shipped layouts leave to a rank. Prints a JSON object per kernel.
@@ -25,7 +25,7 @@ from tools.bench.static.work import calls_of
 from tools.cli import main as megamem
 from tools.vocabulary import with_vocabulary
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 ALL = os.environ.get("MEGAMEM_BUILD_FOR") == "all"
 """True where every shape of shipped layouts is built, for every generation of GPUs: a build takes a second."""
 PUBLISHED = tuple(f"{folder}/*.yaml" for folder in ("h100", "memory_plus", "ultramem", "ultramemv2"))
@@ -85,7 +85,7 @@ def say(what: str, launch: str, found: list[str], **more: Any) -> None:
 
 
 def main() -> None:
-    from tests.unit.planted_kernels import planted
+    from tests.unit.kernels.planted_kernels import planted
 
     for wanted, call in planted():
         (launch,) = recorded(call)

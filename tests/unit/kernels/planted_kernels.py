@@ -1,4 +1,4 @@
-"""Triton kernels with one defect each, for `tests.unit.kernel_builds`, and one without."""
+"""Triton kernels with one defect each, for `tests.unit.kernels.kernel_builds`, and one without."""
 
 from __future__ import annotations
 

@@ -6,27 +6,17 @@ from __future__ import annotations
 
 import mmap
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.common.rounding import Rounding
-from kernels.implementations import Implementation, unavailable
-from kernels.select import Kernels, select_kernels
+from kernels.select import Kernels
 
 # <asm-generic/mman-common.h>; Python's mmap names it from 3.13 on.
 MAP_NORESERVE = 0x4000
 NUM_NEAR, WIDTH = 40, 24
 NUM_FAR = 2**32 // WIDTH + NUM_NEAR + 1
 """The last NUM_NEAR rows begin past 2^32 elements; an offset of 32 bits comes out among the first."""
-
-
-@pytest.fixture(params=["torch", "cpu", "triton"], scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    implementation: Implementation = request.param
-    if reason := unavailable(implementation, "cpu"):
-        pytest.skip(f"{implementation} {reason}")
-    return select_kernels(implementation, device_type="cpu")
 
 
 def zeros(dtype: torch.dtype) -> Tensor:
