@@ -7,22 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
-from megamem.families.engram.config import EngramConfig
-from megamem.families.lave.config import LaveConfig
-from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
-from megamem.families.tide.config import TideConfig
-from megamem.families.ultramem.config import UltraMemConfig
-from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
-from pretrain.config.context_ways import WAYS
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
@@ -43,296 +32,23 @@ from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
-
-WORLD = 64
-MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16, sharing=SharingConfig("block", 2))
-SPLIT = RunConfig(
-    model=ModelConfig(
-        num_layers=4,
-        hidden_size=256,
-        num_attention_heads=8,
-        ffn_hidden_size=512,
-        vocab_size=1024,
-        tied_embeddings=False,
-        memory=MEMORY,
-    ),
-    parallel=ParallelConfig(tensor=2, pipeline=2, memory=16),
-    train=TrainConfig(
-        sequence_length=512, micro_batch_size=1, global_batch_size=32, precision="bf16", recompute="full"
-    ),
-)
-INTERLEAVED = replace(
-    SPLIT,
-    model=replace(SPLIT.model, memory=replace(MEMORY, sharing=SharingConfig(), key_balance_weight=0.1)),
-    parallel=ParallelConfig(pipeline=2, virtual_pipeline=2),
-    train=replace(SPLIT.train, recompute="none", global_batch_size=128, micro_batch_size=2),
-)
-DENSE = replace(
-    SPLIT,
-    model=replace(SPLIT.model, memory=None, tied_embeddings=True),
-    parallel=ParallelConfig(pipeline=2),
-    train=replace(SPLIT.train, recompute="none", global_batch_size=64),
-)
-CUT = {
-    way: replace(
-        DENSE,
-        parallel=ParallelConfig(pipeline=2, context=4, context_attention=way),
-        train=replace(DENSE.train, sequence_length=2048, global_batch_size=16),
-    )
-    for way in WAYS
-}
-PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
-"""Training of one of two layers that share a table: the first stage's lower one, or the last stage's upper one."""
-TRAINED = {f"layers {layers}": config for layers, config in PARTS.items()}
-LATENTS = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        latent_attention=LatentAttentionConfig(latent_dim=64, rotary_dim=16),
-        memory=MoveConfig(num_slots=2, vocab_size=1024, value_dim=64, num_gate_heads=8, mixed_into="latents"),
-    ),
-    train=replace(SPLIT.train, recompute="none"),
-)
-INSERTED = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        num_layers=6,
-        memory=MidusConfig(num_heads=8, value_dim=32, placement=PlacementConfig(blocks=(2, 5))),
-    ),
-    parallel=ParallelConfig(tensor=2, pipeline=2, memory=4),
-    train=replace(SPLIT.train, recompute="none"),
-    optimizer=OptimizerConfig(trained_layers=(3, 6)),
-)
-"""Two blocks go forward alone; of the others two are trained, and two pass gradients on."""
-QUERIES_TOO = replace(
-    LATENTS,
-    model=replace(LATENTS.model, latent_attention=LatentAttentionConfig(64, 16, query_latent_dim=96)),
-)
-PARTLY_TRAINED = replace(
-    QUERIES_TOO,
-    model=replace(QUERIES_TOO.model, memory=LaveConfig(vocab_size=1024, value_dim=64, num_gate_heads=8)),
-    optimizer=OptimizerConfig(trained_layers=(2, 4)),
-)
-"""One block with its memory goes forward alone, and one passes gradients on; latents are projected once more for values."""
-MIXTURE = replace(
-    SPLIT,
-    model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
-    parallel=ParallelConfig(tensor=2, pipeline=2, memory=4),
-    train=replace(SPLIT.train, recompute="none"),
-)
-# Tables of many windows.
-OFFLOADED = replace(
-    SPLIT,
-    model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=2048)),
-    parallel=replace(SPLIT.parallel, memory_rows=4),
-    optimizer=OptimizerConfig(value_offload="cpu"),
-)
-# Memories that are handed on to later blocks, each read of which unpacks rows and bins of many entries. Tables are
-# updated by row, whose sums go over the ranks with other columns.
-SKIPPING = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        num_layers=8,
-        memory=UltraMemConfig(
-            num_keys=64, value_dim=64, top_k=64, key_expansion=2, placement=PlacementConfig(spans="0:1/2:3/4:6")
-        ),
-    ),
-    parallel=ParallelConfig(pipeline=2, memory=8, memory_rows=2),
-    optimizer=OptimizerConfig(tables="row_wise"),
-)
-# Memories of four blocks read with the stream of the first, which every one of them keeps.
-QUERIED = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        num_layers=8,
-        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(query_group=4)),
-    ),
-)
-# The first experts get a token more than the last ones.
-RECOMPUTED_MIXTURE = replace(
-    MIXTURE, model=replace(MIXTURE.model, num_layers=8, moe=MoEConfig(24, 4, 128)), train=SPLIT.train
-)
-# Gradients of tables in bf16, which replicas send each other in windows.
-READ_TOGETHER = replace(
-    SPLIT,
-    optimizer=OptimizerConfig(tables="row_wise", table_gradient_dtype="bf16"),
-    model=replace(SPLIT.model, memory=TideConfig(vocab_size=1024, value_dim=256, num_tables=12)),
-    parallel=ParallelConfig(memory=2),
-    train=replace(SPLIT.train, recompute="none", global_batch_size=64),
-)
-# Hidden states look back across the cuts of both axes, which no other model's do.
-LOOKING_BACK = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        memory=EngramConfig(vocab_size=1024, value_dim=16, rows_per_head=512, placement=PlacementConfig(every=2)),
-    ),
-    parallel=ParallelConfig(tensor=2, context=2, memory=4),
-    train=replace(SPLIT.train, recompute="none"),
-)
-# Two families, both in every stage.
-TWO_FAMILIES = replace(
-    LOOKING_BACK,
-    model=replace(
-        SPLIT.model,
-        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(blocks=(1, 3))),
-        second_memory=EngramConfig(
-            vocab_size=1024, value_dim=16, rows_per_head=512, placement=PlacementConfig(blocks=(0, 2))
-        ),
-    ),
-)
-# Two families in every block, one in attention.
-IN_ONE_BLOCK = replace(
-    SPLIT, model=replace(SPLIT.model, second_memory=LaveConfig(vocab_size=1024, value_dim=256, num_gate_heads=8))
-)
-# Tables in files: rows of two steps are on the device.
-IN_FILES = replace(
-    SPLIT,
-    model=replace(
-        SPLIT.model,
-        memory=EngramConfig(vocab_size=1024, value_dim=32, rows_per_head=4096, placement=PlacementConfig(every=2)),
-    ),
-    parallel=ParallelConfig(tensor=2, pipeline=2, memory=32),
-    train=replace(SPLIT.train, global_batch_size=64, micro_batch_size=2, recompute="none"),
-    optimizer=OptimizerConfig(
-        tables="row_wise", table_gradients="rows", value_weight_decay=0.0, table_folder="/nowhere"
-    ),
-)
-# Those of n-grams alone, of two families.
-PARTLY_IN_FILES = replace(
+from tests.unit.dry_runs import (
+    ACROSS_RANKS,
+    CONFIGS,
+    COPIES_OF_ROWS,
+    CUT,
     IN_FILES,
-    model=replace(
-        IN_FILES.model,
-        memory=replace(MEMORY, sharing=SharingConfig(), placement=PlacementConfig(blocks=(1, 3))),
-        second_memory=replace(IN_FILES.model.memory, placement=PlacementConfig(blocks=(0, 2))),
-    ),
-)
-# A bank whose gradients are rows, with a copy on both stages, of which one has one reader and the other two.
-COPIES_OF_ROWS = replace(
+    MEMORY,
+    MIXTURE,
+    PARTLY_IN_FILES,
+    PARTS,
+    QUERIED,
+    REAL,
     SPLIT,
-    model=replace(
-        SPLIT.model,
-        memory=MoveConfig(
-            num_slots=2, vocab_size=32_768, value_dim=256, num_gate_heads=8, placement=PlacementConfig(blocks=(0, 2, 3))
-        ),
-    ),
-    parallel=ParallelConfig(tensor=2, pipeline=2, memory=8),
-    optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows"),
-    train=replace(SPLIT.train, recompute="none"),
+    WORLD,
+    Reports,
+    of_all_stages,
 )
-SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
-AHEAD = replace(
-    DENSE,
-    model=replace(DENSE.model, multi_token_prediction=MultiTokenConfig(depth=2)),
-    parallel=ParallelConfig(tensor=2, pipeline=2),
-)
-CONFIGS = {
-    "further tokens": AHEAD,
-    "further tokens, context": replace(
-        CUT["ring"], model=AHEAD.model, train=replace(CUT["ring"].train, recompute="selective")
-    ),
-    "split": SPLIT,
-    "interleaved": INTERLEAVED,
-    "dense": DENSE,
-    "mixture": MIXTURE,
-    "offloaded": OFFLOADED,
-    "selective": SELECTIVE,
-    "latents": LATENTS,
-    "inserted": INSERTED,
-    "skipping": SKIPPING,
-    "mixture, recomputed": RECOMPUTED_MIXTURE,
-    "read together": READ_TOGETHER,
-    "looking back": LOOKING_BACK,
-    "two families": TWO_FAMILIES,
-    "two families, recomputed": replace(
-        TWO_FAMILIES, parallel=ParallelConfig(tensor=2, pipeline=2, memory=4), train=SPLIT.train
-    ),
-    "two families, in one block": IN_ONE_BLOCK,
-    "two families, in one block, cut": replace(IN_ONE_BLOCK, parallel=CUT["ring"].parallel, train=CUT["ring"].train),
-    "latents, of queries too": QUERIES_TOO,
-    "latents, partly trained": PARTLY_TRAINED,
-    "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
-    **CUT,
-}
-REAL = replace(
-    SPLIT,
-    parallel=ParallelConfig(memory=2),
-    train=replace(SPLIT.train, recompute="none", global_batch_size=4, micro_batch_size=2),
-)
-
-
-ALONE = replace(
-    SPLIT, parallel=ParallelConfig(memory=8), train=replace(SPLIT.train, recompute="none", global_batch_size=8)
-)
-OF_EXPERTS = replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train)
-COLUMNS = replace(ALONE, model=replace(ALONE.model, memory=replace(MEMORY, sharing=SharingConfig())))
-LAUNCHED = {
-    "dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
-    "memory": COLUMNS,
-    "memory by rows and columns": replace(COLUMNS, parallel=replace(ALONE.parallel, memory_rows=2)),
-    "mixture": OF_EXPERTS,
-    "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
-}
-ACROSS_RANKS = {
-    (way, size): replace(
-        LAUNCHED["dense"],
-        parallel=ParallelConfig(context=size, context_attention=way),
-        train=replace(ALONE.train, global_batch_size=8 // size),
-    )
-    for way, size in (("gather", 2), ("heads", 4), ("ring", 2), ("ring", 8))
-}
-
-
-def launches_of_block(config: RunConfig, world: int, rank: int = 0) -> tuple[float, float]:
-    """Kernels of one block for one microbatch on a rank, as on a GPU, forward and backward: by a block and a microbatch
-    more, and by a forward pass more.
-    """
-    from pretrain.planning.dryrun.rank import dry_run
-
-    def of_block(num_microbatches: int, recompute: Any) -> int:
-        batch = num_microbatches * config.train.global_batch_size
-        train = replace(config.train, global_batch_size=batch, recompute=recompute)
-        one, two = (
-            next(iter(dry_run(replace(config, model=of_layers, train=train), world, [rank], as_gpu=True)))
-            for of_layers in (replace(config.model, num_layers=number) for number in (1, 2))
-        )
-        return int(two.num_kernels - one.num_kernels)
-
-    once, twice = of_block(1, "none"), of_block(2, "none")
-    forward = (of_block(2, "full") - twice) / 2
-    return forward, twice - once - forward
-
-
-def of_all_stages(config: RunConfig, world: int, *, as_gpu: bool) -> list[Any]:
-    from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
-
-    return list(dry_run(config, world, first_ranks_of_stages(config, world), as_gpu=as_gpu))
-
-
-class Reports(dict[str, list[Any]]):
-    """Reports of the first ranks of all stages of a configuration, run when it is first asked for.
-
-    Each in a fork: a process can have but one world.
-    """
-
-    def __missing__(self, name: str) -> list[Any]:
-        def main() -> list[Any]:
-            if name == "launches":
-                # The last rank has tokens before both of its slices of a sequence.
-                across = [launches_of_block(config, 8, rank=7) for config in ACROSS_RANKS.values()]
-                with patch("parallel.layout.MEETING_RANKS", 8):
-                    meeting = launches_of_block(LAUNCHED["memory by rows and columns"], 8)
-                return [meeting, *(launches_of_block(config, 8) for config in LAUNCHED.values()), *across]
-            if name == "real":
-                # Beside ranks on the CPU.
-                return of_all_stages(REAL, 2, as_gpu=False)
-            return of_all_stages((CONFIGS | TRAINED | {"queried": QUERIED})[name], WORLD, as_gpu=True)
-
-        (self[name],) = launch_within(main, 1, timeout_s=280, num_threads=1)
-        return self[name]
 
 
 @pytest.fixture(scope="module")
