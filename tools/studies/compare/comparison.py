@@ -226,7 +226,7 @@ class Comparison:
 
     def _control_plan(self, seed: int) -> list[tuple[RunConfig, str]]:
         return [
-            (with_seed(control, seed), f"{control.name.replace('.', ', ')}, seed {seed}")
+            (with_seed(control, seed), f"{', '.join(control.name.rsplit('.', 1))}, seed {seed}")
             for control in distinct(self.controlled)
         ]
 
