@@ -238,8 +238,6 @@ REAL = replace(
     parallel=ParallelConfig(memory=2),
     train=replace(SPLIT.train, recompute="none", global_batch_size=4, micro_batch_size=2),
 )
-
-
 ALONE = replace(
     SPLIT, parallel=ParallelConfig(memory=8), train=replace(SPLIT.train, recompute="none", global_batch_size=8)
 )

@@ -5,7 +5,7 @@ Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -108,6 +108,17 @@ def assert_close(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
     if reference.numel():
         error = (actual.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-3)
         assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+def assert_same_with_any_threads(run: Callable[[], Sequence[Tensor]]) -> None:
+    """Hold what one thread gives to what several do, bit for bit; tests have one, before and after."""
+    one = run()
+    try:
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))
+    finally:
+        torch.set_num_threads(1)
 
 
 def main_grad_table(values: Tensor) -> torch.nn.Parameter:

@@ -20,6 +20,7 @@ from kernels.implementations import Implementation, unavailable
 from kernels.row_squares import naive as naive_squares
 from kernels.row_update import naive as naive_update
 from kernels.select import Kernels, select_kernels
+from tests.unit.kernels.cases import assert_same_with_any_threads
 
 FAST: tuple[Implementation, ...] = ("torch", "cpu")
 NAN = float("nan")
@@ -182,10 +183,4 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     def run() -> tuple[Tensor, Tensor]:
         return case.updated(kernels.row_update), kernels.row_squares(case.gradient.nan_to_num())
 
-    one = run()
-    try:
-        for threads in (2, 3, 8):
-            torch.set_num_threads(threads)
-            assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))
-    finally:
-        torch.set_num_threads(1)
+    assert_same_with_any_threads(run)
