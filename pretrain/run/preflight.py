@@ -184,9 +184,10 @@ def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Non
     if held.total <= gpu_bytes:
         return
     fits = next(_splits_that_fit(config, num_ranks, gpu_bytes), None)
+    holder = "a rank of the fullest stage" if config.parallel.pipeline > 1 else "a rank"
     fix = f"parallel.memory={fits[0]} splits tables and experts so that it is {gigabytes(fits[1])}" if fits else ""
     raise ConfigError(
-        f"a rank would hold at least {gigabytes(held.total)} ({gigabytes(held.model)} of weights and gradients, "
+        f"{holder} would hold {gigabytes(held.total)} ({gigabytes(held.model)} of weights and gradients, "
         f"{gigabytes(held.optimizer)} as its share of the optimizer's state) on {num_ranks} ranks, and a GPU has "
         f"{gigabytes(gpu_bytes)}, of which activations need some: "
         + (fix or "raise parallel.pipeline, use more GPUs, or make the model smaller")
@@ -197,13 +198,12 @@ def _splits_that_fit(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Ite
     """Larger memory groups that this layout can have, with what a rank would hold."""
     for size in range(config.parallel.memory + 1, num_ranks + 1):
         other = replace(config, parallel=replace(config.parallel, memory=size))
-        if (held := held_bytes(other, num_ranks).total) > gpu_bytes:
-            continue
         try:
             validate(other, num_ranks)
         except ConfigError:
             continue
-        yield size, held
+        if (held := held_bytes(other, num_ranks).total) <= gpu_bytes:
+            yield size, held
 
 
 def gigabytes(num_bytes: float) -> str:

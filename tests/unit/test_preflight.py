@@ -137,10 +137,12 @@ def elsewhere(ranks: int, gpu_gigabytes: float, *overrides: str) -> int:
 def test_a_layout_that_a_gpu_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """25B parameters as shipped are for 128 GPUs: 6 bytes of a quarter of them, and 12 of an eighth, on eight."""
     assert elsewhere(128, 80) == 0
-    assert "Each rank holds 37.9 GB of weights and gradients and 2.37 GB of" in capsys.readouterr().out
+    assert (
+        "A rank of the fullest stage holds 38.3 GB of weights and gradients and 2.39 GB of" in capsys.readouterr().out
+    )
     assert elsewhere(8, 70) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "hold at least 75.8 GB (37.9 GB of weights and gradients, 37.9 GB as its share" in said
+    assert "hold 76.6 GB (38.3 GB of weights and gradients, 38.3 GB as its share" in said
     assert "on 8 ranks, and a GPU has 70 GB, of which activations need some: parallel.memory=2 splits tables" in said
     assert elsewhere(8, 70, "parallel.memory=2") == 0
     assert elsewhere(8, 30) == 2
@@ -154,7 +156,7 @@ def test_a_layout_that_a_gpu_cannot_hold_is_refused(capsys: pytest.CaptureFixtur
 def test_tables_that_are_stepped_on_the_host_leave_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert elsewhere(8, 70, "optimizer.value_offload=cpu") == 0
     said = capsys.readouterr().out
-    assert "37.9 GB of weights and gradients and 4.1" in said
+    assert "38.3 GB of weights and gradients and 4.5" in said
 
 
 def test_the_gpus_of_this_machine_are_asked(

@@ -81,8 +81,10 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"{text}.")
     if num_ranks is not None:
         held = max((held_bytes(config, num_ranks) for config in checked), key=lambda held: held.total)
+        staged = any(config.parallel.pipeline > 1 for config in checked)
+        holder = "A rank of the fullest stage holds" if staged else "Each rank holds"
         print(
-            f"Each rank holds {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
+            f"{holder} {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
             f"optimizer's state{_in_files(held)}; activations come on top."
         )
     return 0

@@ -1,22 +1,22 @@
-"""The bytes that a rank holds from the first step to the last, by closed formulas."""
+"""Bytes that a rank holds from the first step to the last, by closed formulas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamem.config import ModelConfig
-from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.matrices import num_elements
+from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.read_rows import has_read_rows, lies_in_files
-from pretrain.planning.costs.stages import stages_of
-from pretrain.planning.costs.state import dense_state, elements_of_tables, saved_by_matrices, table_state
+from pretrain.planning.costs.stages import Division, Stage, stages_of
+from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
+from pretrain.planning.costs.weights import local_dense, local_tables, trained_dense, trained_tables
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on a rank's device, the mean over pipeline stages; activations and buffers come on top.
+    """Bytes on the device of a rank; activations and buffers come on top.
 
     Attributes:
         model: weights and gradients of its part of the model.
@@ -33,58 +33,63 @@ class HeldBytes:
         return self.model + self.optimizer
 
 
-def copied_elements(model: ModelConfig) -> int:
-    """Table elements of which every pipeline stage holds a copy."""
-    banks = (bank for bank in model.memory_plan.banks if bank.on_every_stage)
-    return sum(bank.num_rows * model.family_of_bank(bank.index).row_width for bank in banks)
-
-
-def _stepped_elements(config: RunConfig, memory: MemoryConfig, elements: int) -> float:
-    """Trained ones of the elements of a family's tables."""
-    if config.optimizer.trained_layers is None:
-        return elements
-    return sum(stage.trained_elements(memory) for stage in stages_of(config))
-
-
 def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
-    """Bytes that a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
+    """Bytes that a rank of the fullest of all stages holds on `num_ranks` ranks; without `model.vocab_size` embeddings are
+    not counted."""
+    division = Division.of(config, num_ranks)
+    return max((_of_stage(config, stage, division) for stage in stages_of(config)), key=lambda held: held.total)
 
-    Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
-    all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight, and fewer than 4 of
-    gradient for tables whose gradients are in bf16 or rows. The optimizer's
-    state is split over all ranks (`pretrain.planning.costs.state` has its bytes per parameter). A bank
-    of which every stage holds a copy is divided by the stages in neither. Weights that are not
-    trained (`optimizer.trained_layers`) have neither gradients nor optimizer state.
+
+def state_bytes(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
+    """Bytes of a stage's state on one rank, by part.
+
+    Tables and experts are split over the `parallel.memory` ranks of a group, other weights over tensor parallelism. Per
+    weight: an element; where it is trained, also 4 of gradient, or a table's 2 or, in rows, none between steps; and
+    optimizer state, split over replicas.
     """
-    counts, layout, train = count_parameters(config.model), config.parallel, config.train
-    split = counts.tables + counts.experts
-    copied = copied_elements(config.model)
-    per_rank = ((counts.total - split) / layout.tensor + (split - copied) / layout.memory) / layout.pipeline
-    per_rank += copied / layout.memory
-    stepped, stepped_tables = counts.total - counts.tables, counts.tables + (layout.pipeline - 1) * copied
-    with_gradients = per_rank
-    if config.optimizer.trained_layers is not None:
-        trained = [stage.trained for stage in stages_of(config)]
-        dense = sum(each.split + each.whole for each in trained)
-        tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
-        with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
-        stepped, stepped_tables = dense + experts, tables
-    of_tables = held_table_gradient_bytes(config.optimizer)
-    less = (GRADIENT_BYTES - of_tables) * stepped_tables / layout.memory / layout.pipeline
-    state = stepped * dense_state(config) - saved_by_matrices(config)
-    of_table_state = stepped_tables * table_state(config)
-    files = 0.0
-    for memory, elements in elements_of_tables(config.model):
-        if lies_in_files(config, memory):
-            # State is beside every row, whether or not it is trained.
-            own_tables = elements / layout.memory / layout.pipeline
-            per_rank -= own_tables
-            files += own_tables * (train.element_bytes + table_state(config, memory))
-            of_table_state -= _stepped_elements(config, memory, elements) * table_state(config, memory)
+    element = config.train.element_bytes
+    dense, tables = local_dense(config, stage), local_tables(config, stage)
+    dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
+    matrices, layout = stage.trained.matrices, config.parallel
+    of_matrices = num_elements(matrices.split) / layout.tensor + num_elements(matrices.whole)
+    own, own_tables = dense_trained / (division.replicas * layout.context), tables_trained / division.table_replicas
+    # The rank with the fullest share: as few matrices as ranges of the flattened weights can have.
+    saved = matrix_saving(config) * max(0.0, own - (dense_trained - of_matrices))
+    of_experts = num_elements(matrices.experts) / layout.memory
+    saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
+    on_device = stage.trained.experts * dense_state(config) / division.table_replicas
     # Replicas of tables whose gradients are rows have all of the state.
-    if has_read_rows(config):
-        of_table_state *= num_ranks / layout.pipeline / layout.memory
-    if config.optimizer.value_offload == "none":
-        state += of_table_state
-    device = per_rank * train.element_bytes + with_gradients * GRADIENT_BYTES - less
-    return HeldBytes(device, state / num_ranks, files)
+    owners = 1 if has_read_rows(config) else division.table_replicas
+    for family in stage.families:
+        if lies_in_files(config, family.memory):
+            tables -= family.table_elements / layout.memory
+        elif config.optimizer.value_offload == "none":
+            on_device += stage.trained_elements(family.memory) * table_state(config, family.memory) / owners
+    experts = stage.trained.experts / layout.memory
+    table_gradients = (tables_trained - experts) * held_table_gradient_bytes(config.optimizer)
+    return {
+        MemoryPart.WEIGHTS: dense * element,
+        MemoryPart.TABLES: tables * element,
+        MemoryPart.GRADIENTS: dense_trained * GRADIENT_BYTES,
+        MemoryPart.TABLE_GRADIENTS: experts * GRADIENT_BYTES + table_gradients,
+        MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
+        MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory - saved_tables,
+    }
+
+
+def bytes_in_files(config: RunConfig, stage: Stage) -> float:
+    """Bytes of a rank's parts of tables, and of their state, that lie in files."""
+    # State is beside every row, whether or not it is trained.
+    return sum(
+        family.table_elements
+        * (config.train.element_bytes + table_state(config, family.memory))
+        / config.parallel.memory
+        for family in stage.families
+        if lies_in_files(config, family.memory)
+    )
+
+
+def _of_stage(config: RunConfig, stage: Stage, division: Division) -> HeldBytes:
+    state = state_bytes(config, stage, division)
+    optimizer = state[MemoryPart.OPTIMIZER] + state[MemoryPart.TABLE_OPTIMIZER]
+    return HeldBytes(sum(state.values()) - optimizer, optimizer, bytes_in_files(config, stage))

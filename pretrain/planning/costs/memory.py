@@ -9,22 +9,14 @@ import math
 
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES, table_gradient_bytes
+from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES
 from pretrain.planning.costs.activations import activations
 from pretrain.planning.costs.block_kept import gradients_under_way
-from pretrain.planning.costs.matrices import num_elements
+from pretrain.planning.costs.held import bytes_in_files, state_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes, merged
-from pretrain.planning.costs.read_rows import fetched_bytes, has_files, has_read_rows, kept_bytes, lies_in_files
+from pretrain.planning.costs.read_rows import fetched_bytes, has_files, has_read_rows, kept_bytes
 from pretrain.planning.costs.stages import Division, Stage, stages_of
-from pretrain.planning.costs.state import (
-    dense_state,
-    matrix_saving,
-    saved_by_matrices,
-    stored_dense,
-    stored_table,
-    table_state,
-)
-from pretrain.planning.costs.weights import local_dense, local_tables, trained_dense, trained_tables
+from pretrain.planning.costs.state import saved_by_matrices, stored_dense, stored_table
 
 ITEM_BYTES = 1 << 26
 """Bytes that a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
@@ -45,12 +37,13 @@ def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tu
     return tuple(
         StageBytes(
             merged(
-                _held(config, stage, division),
+                state_bytes(config, stage, division),
+                _rows_kept(config, stage, division),
                 activations(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
             ),
             _host(config, stage, division, on_gpu=on_gpu),
             save,
-            _in_files(config, stage),
+            bytes_in_files(config, stage),
         )
         for rank, stage in enumerate(stages_of(config))
     )
@@ -77,57 +70,12 @@ def checkpoint_bytes(config: RunConfig) -> float:
     return dense * stored_dense(config) + tables * stored_table(config) - saved_by_matrices(config)
 
 
-def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """Bytes of a stage's state. Per weight: an element; where it is trained, also 4 of gradient, or a table's 2, and
-    optimizer state, split over replicas.
-
-    Gradients of rows that were read count here, as a step's last backward pass finds them, though they are gone between
-    steps.
-    """
-    element = config.train.element_bytes
-    dense, tables = local_dense(config, stage), local_tables(config, stage)
-    dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
-    matrices, layout = stage.trained.matrices, config.parallel
-    of_matrices = num_elements(matrices.split) / layout.tensor + num_elements(matrices.whole)
-    own, own_tables = dense_trained / (division.replicas * layout.context), tables_trained / division.table_replicas
-    # The rank with the fullest share: as few matrices as ranges of the flattened weights can have.
-    saved = matrix_saving(config) * max(0.0, own - (dense_trained - of_matrices))
-    of_experts = num_elements(matrices.experts) / layout.memory
-    saved_tables = matrix_saving(config) * max(0.0, own_tables - (tables_trained - of_experts))
-    on_device = stage.trained.experts * dense_state(config) / division.table_replicas
-    owners = 1 if has_read_rows(config) else division.table_replicas
-    for family in stage.families:
-        if lies_in_files(config, family.memory):
-            tables -= family.table_elements / layout.memory
-        elif config.optimizer.value_offload == "none":
-            on_device += stage.trained_elements(family.memory) * table_state(config, family.memory) / owners
-    return {
-        MemoryPart.WEIGHTS: dense * element,
-        MemoryPart.TABLES: tables * element,
-        MemoryPart.GRADIENTS: dense_trained * GRADIENT_BYTES,
-        MemoryPart.TABLE_GRADIENTS: _table_gradients(config, stage, division, tables_trained),
-        MemoryPart.OPTIMIZER: own * dense_state(config) - saved,
-        MemoryPart.TABLE_OPTIMIZER: on_device / layout.memory - saved_tables,
-    }
-
-
-def _table_gradients(config: RunConfig, stage: Stage, division: Division, trained: float) -> float:
-    """Bytes of the gradients of tables and experts, of which a rank has `trained` elements."""
-    experts = stage.trained.experts / config.parallel.memory
+def _rows_kept(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
+    """Bytes of the gradients of rows that were read, as a step's last backward pass finds them."""
     if not has_read_rows(config):
-        return experts * GRADIENT_BYTES + (trained - experts) * table_gradient_bytes(config.optimizer)
+        return {}
     kept = gradients_under_way(config, stage, division.rank_tokens).get(MemoryPart.EXCHANGE, 0.0)
-    return experts * GRADIENT_BYTES + kept_bytes(stage, division, kept)
-
-
-def _in_files(config: RunConfig, stage: Stage) -> float:
-    return sum(
-        family.table_elements
-        * (config.train.element_bytes + table_state(config, family.memory))
-        / config.parallel.memory
-        for family in stage.families
-        if lies_in_files(config, family.memory)
-    )
+    return {MemoryPart.TABLE_GRADIENTS: kept_bytes(stage, division, kept)}
 
 
 def _host(config: RunConfig, stage: Stage, division: Division, *, on_gpu: bool) -> float:

@@ -23,7 +23,7 @@ from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, T
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.held import copied_elements
+from pretrain.planning.costs.stages import stages_of
 
 LEARNED = UltraMemV2Config(num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(blocks=(1, 3)))
 NGRAMS = EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=8, placement=PlacementConfig(blocks=(0, 2)))
@@ -178,4 +178,6 @@ def test_every_stage_has_a_reader_of_the_bank_of_which_it_holds_a_copy() -> None
     everywhere = replace(embeddings, placement=PlacementConfig())
     both = replace(run, model=replace(run.model, second_memory=everywhere))
     validate(both, 2)
-    assert copied_elements(both.model) == 61 * everywhere.num_slots * 32
+    for stage in stages_of(both):
+        copies = [bank for bank in stage.trained_banks if bank.on_every_stage]
+        assert sum(bank.elements for bank in copies) == 61 * everywhere.num_slots * 32
