@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def _settle_process() -> None:
     """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process
     without threads.
     """
@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis's deadline of 200 ms per example is an assertion about the machine: on a busy one right code fails.
     settings.register_profile("megamem", deadline=None)
     settings.load_profile("megamem")
+
+
+# At import, which is before that of any other file of tests: hooks come after `conftest.py` of a folder that is named on
+# the command line.
+_settle_process()
 
 
 @pytest.hookimpl(wrapper=True)
