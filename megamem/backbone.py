@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megamem.attention import SdpaCoreAttention
+from megamem.attention.core import SdpaCoreAttention
 from megamem.block import MemoryBlock
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.moe import moe_spec

@@ -10,7 +10,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 
-from megamem.latent_attention import LatentAttention
+from megamem.attention.latents import LatentAttention
 from megamem.parameters import Matrices
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 
-from megamem.latent_attention import LatentAttention
+from megamem.attention.latents import LatentAttention
 from megamem.multi_token import MultiTokenPrediction
 from megamem.parameters import set_width
 from megamem.width_config import Width

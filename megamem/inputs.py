@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megamem.kv_cache import KeyValueCache
+    from megamem.attention.kv_cache import KeyValueCache
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.attention import SdpaCoreAttention
+from megamem.attention.core import SdpaCoreAttention
+from megamem.attention.kv_cache import KeyValueCache
+from megamem.attention.rotary import rotary_angles, scaled_frequencies
 from megamem.backbone import backbone_parts, block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
@@ -22,7 +24,6 @@ from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
-from megamem.kv_cache import KeyValueCache
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
 from megamem.moe import Router
@@ -31,7 +32,6 @@ from megamem.norm import RMSNorm
 from megamem.parameters import Copy
 from megamem.parts import Parts
 from megamem.recomputed_blocks import recompute_above
-from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
@@ -195,7 +195,7 @@ class MemoryGPTModel(GPTModel):
         Args:
             input_ids: [b, s] int64, the tokens of this context-parallel rank; None where the chunk does not read them.
             position_ids: [b, s] int64, their places in their sequences; None with `input_ids`.
-            document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences (`megamem.documents`); None:
+            document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences (`attention/`); None:
                 every sequence is one document.
             labels: [b, s] int64, or [1 + n, b, s] with those of the tokens that a branch predicts, too
                 (`megamem.multi_token`); None where logits are wanted.

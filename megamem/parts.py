@@ -13,10 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megamem.attention.kv_cache import CachingSelfAttention
+from megamem.attention.latents import LatentAttention, LatentAttentionSubmodules
 from megamem.block_plan import BlockPlan
 from megamem.config import LatentAttentionConfig
-from megamem.kv_cache import CachingSelfAttention
-from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megamem.side_stream import SideStream
 from megamem.slots import SKIP, Slot
 from megamem.spans import Span
@@ -30,7 +30,7 @@ class Parts:
         column_linear: whose columns tensor-parallel ranks split.
         row_linear: whose rows they split.
         qk_norm: of queries and keys, or of latents.
-        core: see `megamem.attention`.
+        core: see `megamem.attention.core`.
         ffn: the feed-forward where Megatron's layer builds it.
         make_ffn: builds it elsewhere.
         latent: of latent attention; None: keys and values have projections of their own.

@@ -23,9 +23,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megamem.attention import SdpaCoreAttention
-from megamem.blockwise import tiled_attention
-from megamem.documents import Documents, Slice, Tile
+from megamem.attention.blockwise import tiled_attention
+from megamem.attention.core import SdpaCoreAttention
+from megamem.attention.documents import Documents, Slice, Tile
 from parallel.exchange import linear, sum_in_order
 
 

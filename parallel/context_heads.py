@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.attention import causal_attention
+from megamem.attention.core import causal_attention
 from parallel.context import ContextAttention, rank_order, sequence_order
 from parallel.exchange import linear
 

@@ -1,7 +1,7 @@
 """Attention across cut sequences by keys and values that go around a ring (Ring Attention, arXiv 2310.01889).
 
 In CP steps every rank sees the keys and values of all, those of one rank at a time, while the next ones are under way;
-outputs are put together by their normalisers (`megamem.blockwise`). Backward sends keys and values around once more.
+outputs are put together by their normalisers (`megamem.attention`). Backward sends keys and values around once more.
 The gradients of a rank's keys and values start at the next rank, collect in at least fp32 what each adds, and come home
 last, where the rank's own part joins: the order of the sum is that of the ring, on every run.
 
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.blockwise import PartialAttention, PartialGradients
-from megamem.documents import Documents, Tile
+from megamem.attention.blockwise import PartialAttention, PartialGradients
+from megamem.attention.documents import Documents, Tile
 from parallel.context import ContextAttention, own_slices
 
 

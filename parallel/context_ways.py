@@ -6,7 +6,7 @@ from typing import Literal
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megamem.attention import SdpaCoreAttention
+from megamem.attention.core import SdpaCoreAttention
 from parallel.context import GatheredAttention
 from parallel.context_heads import HeadAttention
 from parallel.context_ring import RingAttention

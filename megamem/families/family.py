@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution
+from megamem.initialisation.distributions import Distribution
 from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
 from megamem.placed import PlacedMemory

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
-from megamem.distributions import Constant, Distribution, Normal, Uniform, symmetric
+from megamem.initialisation.distributions import Constant, Distribution, Normal, Uniform, symmetric
 from megamem.retrieval.config import ProductKeyConfig, TuckerConfig
 
 _RELEASED_TABLE_STD = 0.02

@@ -11,10 +11,10 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megamem.attention.kv_cache import CachingSelfAttention
+from megamem.attention.latents import LatentAttention
 from megamem.block import MemorySite
 from megamem.inputs import Inputs
-from megamem.kv_cache import CachingSelfAttention
-from megamem.latent_attention import LatentAttention
 from megamem.parts import Parts, Site
 
 

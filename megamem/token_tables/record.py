@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megamem.config import ModelConfig
-from megamem.distributions import Constant, Distribution
+from megamem.initialisation.distributions import Constant, Distribution
 from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 from megamem.token_tables.config import MixedValuesConfig

@@ -25,7 +25,7 @@ class ContextCosts:
     Attributes:
         forward: sent to other ranks in a forward pass; it receives as much.
         backward: in the backward pass.
-        kept: for backward: queries, keys, values, outputs, and normalisers where `megamem.blockwise` attends.
+        kept: for backward: queries, keys, values, outputs, and normalisers where `megamem.attention.blockwise` attends.
     """
 
     forward: int

@@ -25,7 +25,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
-from megamem.documents import document_positions
+from megamem.attention.documents import document_positions
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from parallel.turns import in_turns

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megamem.documents import document_positions
+from megamem.attention.documents import document_positions
 from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.blend import domain_names
 from pretrain.data.manifest import TRAIN, VALIDATION, PreparedDataset, open_dataset, vocabulary_error

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from megamem.documents import DOCUMENT_BOUNDS, document_bounds
+from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
 from parallel.parent_death import signal_on_parent_death
 from pretrain.errors import DataError
 

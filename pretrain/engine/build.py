@@ -24,7 +24,7 @@ from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
 from megamem.backbone_matrices import backbone_matrices
 from megamem.backbone_widths import set_backbone_widths
-from megamem.initialisation import initialise
+from megamem.initialisation.initialise import initialise
 from megamem.model import MemoryGPTModel
 from megamem.norm import ApexRMSNorm, RMSNorm
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from megamem.documents import DOCUMENT_BOUNDS
+from megamem.attention.documents import DOCUMENT_BOUNDS
 from megamem.model import MemoryGPTModel
 from megamem.multi_token import losses_ahead, stacked, tokens_ahead
 from parallel.context import own_tokens

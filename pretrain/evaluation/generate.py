@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.kv_cache import KeyValueCache
+from megamem.attention.kv_cache import KeyValueCache
 from megamem.model import MemoryGPTModel
 from parallel.sharded_bank import announce_tokens
 from pretrain.evaluation.sampling import Sampling

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamem.distributions import Distribution
-from megamem.random_fill import fill
+from megamem.initialisation.distributions import Distribution
+from megamem.initialisation.random_fill import fill
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
 from pretrain.errors import CheckpointError
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
-from megamem.distributions import Constant
-from megamem.initial_outputs import build_layer, initialised_layer
-from megamem.initialisation import distribution_of
+from megamem.initialisation.distributions import Constant
+from megamem.initialisation.initialise import distribution_of
+from megamem.initialisation.outputs import build_layer, initialised_layer
 from megamem.memory_config import MemoryConfig
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict

@@ -7,6 +7,7 @@ from typing import Any
 
 from tiny_runs import MEMORY, SHARED
 
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -18,7 +19,6 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
 from pretrain.data.tokenizer import ByteTokenizer

@@ -25,8 +25,8 @@ from keys_table import (
 )
 from torch import Tensor
 
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, MoEConfig, MultiTokenConfig
-from megamem.rotary_config import RotaryScalingConfig
 from megamem.width_config import MupConfig
 
 MODEL = Table()

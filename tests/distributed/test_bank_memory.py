@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from kernels.select import select_kernels
-from megamem.distributions import Normal
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.initialisation.distributions import Normal
+from megamem.initialisation.random_fill import fill
 from megamem.parameters import Copy
-from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups

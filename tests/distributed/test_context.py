@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megamem.attention import SdpaCoreAttention
+from megamem.attention.core import SdpaCoreAttention
+from megamem.attention.documents import document_bounds
 from megamem.config import ModelConfig
-from megamem.documents import document_bounds
 from parallel.context import GatheredAttention, gather_sequence, own_tokens
 from parallel.context_heads import HeadAttention
 from parallel.context_ring import RingAttention

@@ -13,10 +13,10 @@ import torch
 from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, joined, on, random_batches, tiny_run
 from torch import Tensor
 
-from megamem.documents import DOCUMENT_BOUNDS
+from megamem.attention.documents import DOCUMENT_BOUNDS
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
-from megamem.rotary_config import RotaryScalingConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import DataConfig, RunConfig

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megamem.config import ModelConfig
-from megamem.distributions import Normal
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
+from megamem.initialisation.distributions import Normal
+from megamem.initialisation.outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
+from megamem.initialisation.random_fill import fill, normal_rows
 from megamem.layers.layer import MemoryLayer
-from megamem.random_fill import fill, normal_rows
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups

@@ -13,7 +13,7 @@ from torch import Tensor
 from megamem.config import ModelConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initialisation import initialise
+from megamem.initialisation.initialise import initialise
 from megamem.layers.tucker import calibrate_scores
 from megamem.model import MemoryGPTModel
 from megamem.retrieval.config import TuckerConfig

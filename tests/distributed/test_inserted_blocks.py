@@ -166,7 +166,7 @@ def laid_out(sizes: dict[str, Any]) -> RunConfig:
 
 def with_values(patch: pytest.MonkeyPatch) -> None:
     """Tables that are not zero at first, so that keys and attention learn from the first step on."""
-    patch.setattr("megamem.initialisation.table_std", lambda model, memory, sigma_s: 0.5)
+    patch.setattr("megamem.initialisation.initialise.table_std", lambda model, memory, sigma_s: 0.5)
 
 
 @pytest.fixture(scope="module")

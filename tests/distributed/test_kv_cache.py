@@ -16,10 +16,10 @@ from test_token_layouts import config_of as config_of_tokens
 from tiny_runs import SHARED, VOCAB_SIZE, joined, on
 from torch import Tensor, nn
 
+from megamem.attention.kv_cache import KeyValueCache
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, MoEConfig
-from megamem.kv_cache import KeyValueCache
 from megamem.model import MemoryGPTModel
-from megamem.rotary_config import RotaryScalingConfig
 from megamem.spans import PlacementConfig
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
-from megamem.attention import SdpaCoreAttention
+from megamem.attention.core import SdpaCoreAttention
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig

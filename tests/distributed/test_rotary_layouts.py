@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_runs import SHARED, on, tiny_run
 
-from megamem.rotary_config import RotaryScalingConfig
+from megamem.attention.rotary_config import RotaryScalingConfig
 from pretrain.config.schema import RunConfig
 
 # All of the head's four frequencies 1, 0.1, 0.01 and 0.001 but the first are lower, and scores 1.7 times as large.

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank, Columns
-from megamem.distributions import Normal
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.initialisation.distributions import Normal
+from megamem.initialisation.random_fill import fill
 from megamem.memory_config import MemoryConfig
-from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel.exchange import Exchange, gather_ids
 from parallel.layout import coefficients_per_rank

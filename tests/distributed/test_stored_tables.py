@@ -21,8 +21,8 @@ from test_layouts import shards
 from test_read_rows import MODELS, Trained, config_of, differences
 from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
 
+from megamem.attention.documents import document_positions
 from megamem.config import ModelConfig
-from megamem.documents import document_positions
 from megamem.families.engram.config import EngramConfig
 from megamem.spans import PlacementConfig
 from parallel.groups import ParallelGroups

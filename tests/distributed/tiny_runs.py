@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds, document_positions
 from megamem.config import ModelConfig
-from megamem.documents import DOCUMENT_BOUNDS, document_bounds, document_positions
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards

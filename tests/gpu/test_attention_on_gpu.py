@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.blockwise import tiled_attention
-from megamem.documents import Documents, Slice
+from megamem.attention.blockwise import tiled_attention
+from megamem.attention.documents import Documents, Slice
 
 HEADS, WIDTH = 8, 64
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import megamem.attention_tile
-from megamem.attention_tile import matrix_attention, matrix_gradients, tile_attention, tile_gradients
+import megamem.attention.tile
+from megamem.attention.tile import matrix_attention, matrix_gradients, tile_attention, tile_gradients
 
 SCALE = 0.4
 # A unit in the last place is 2^-8 in bf16 and 2^-23 in fp32; sums of ten numbers of size 1 are rounded a few times.
@@ -46,7 +46,7 @@ def test_a_tile_is_what_the_definition_says(
     differentiate: Callable[..., Any]
     attend, differentiate = IMPLEMENTATIONS[name]
     # Two queries at a time, so that the last has fewer.
-    monkeypatch.setattr(megamem.attention_tile, "_SCORES_AT_A_TIME", 2 * 3 * 4 * shape[1])
+    monkeypatch.setattr(megamem.attention.tile, "_SCORES_AT_A_TIME", 2 * 3 * 4 * shape[1])
     generator = torch.Generator().manual_seed(1)
     q, k, causal = shape
 

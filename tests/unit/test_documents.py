@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megamem.documents import Documents, Slice, document_bounds, document_positions
+from megamem.attention.documents import Documents, Slice, document_bounds, document_positions
 
 LENGTH, SEQUENCES, SLICES = 24, 3, 8
 STARTS = ((0,), (0, 1, 3, 4, 20), (0, 6, 12, 23))

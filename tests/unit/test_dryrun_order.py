@@ -297,7 +297,7 @@ RUNS: tuple[tuple[RunConfig, int, tuple[tuple[str, Plant, str, str], ...]], ...]
         ("ids freed early", gradients_on_their_stream(holds=False), "freed", "segment_accumulate"),
     )),
     (RING, 2, (
-        ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),
+        ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention/tile.py", "recv writes"),
         ("keys overwritten before they left", a_message_that_is_overwritten, "zero_ writes", "send reads"),
     )),
     (ALONE, 2, (

@@ -76,7 +76,7 @@ def logits_read_before_they_came() -> Iterator[None]:
 def keys_cached_on_another_stream() -> Iterator[None]:
     import torch
 
-    from megamem.kv_cache import KeyValueCache
+    from megamem.attention.kv_cache import KeyValueCache
 
     extend = KeyValueCache.extend
 
@@ -169,7 +169,7 @@ RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
         ("restoring: weights set beside their gather", only_in("restoring", weights_set_beside_their_gather),
          "pretrain/engine/optimizer.py", "weight_gathering.py"),
         ("generation: keys cached on another stream", only_in("generation", keys_cached_on_another_stream),
-         "megamem/kv_cache.py", "stream"),
+         "megamem/attention/kv_cache.py", "stream"),
     )),
     (GATHER, (
         ("gather: keys that are not there",

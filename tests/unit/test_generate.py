@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamem.attention.kv_cache import KeyValueCache
 from megamem.config import ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
-from megamem.kv_cache import KeyValueCache
 from megamem.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.data.tokenizer import ByteTokenizer

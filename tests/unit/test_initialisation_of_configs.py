@@ -19,13 +19,13 @@ from typing import Any, get_args
 import pytest
 from torch import Tensor
 
-import megamem.initial_outputs
+import megamem.initialisation.outputs
 import megamem.layers.tucker
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution
-from megamem.initial_outputs import InitialOutput, measure_initial_outputs
-from megamem.initialisation import table_std
-from megamem.random_fill import fill, normal_rows
+from megamem.initialisation.distributions import Distribution
+from megamem.initialisation.initialise import table_std
+from megamem.initialisation.outputs import InitialOutput, measure_initial_outputs
+from megamem.initialisation.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.sharing import SharingConfig
@@ -83,9 +83,9 @@ def measured(
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # Megatron warns about optional packages.
         warnings.simplefilter("ignore")
-        patch.setattr(megamem.initial_outputs, "fill", fill_once)
+        patch.setattr(megamem.initialisation.outputs, "fill", fill_once)
         patch.setattr(megamem.layers.tucker, "fill", fill_once)
-        patch.setattr(megamem.initial_outputs, "normal_rows", rows_once)
+        patch.setattr(megamem.initialisation.outputs, "normal_rows", rows_once)
         return {
             choice: measure_initial_outputs(
                 replace(model, memory=replace(memory_of(model), initialisation=choice)),

@@ -27,7 +27,7 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import family_of
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initialisation import initialise
+from megamem.initialisation.initialise import initialise
 from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.tucker import TuckerLayer

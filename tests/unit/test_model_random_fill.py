@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem import random_fill
-from megamem.distributions import Normal, Uniform
 from megamem.hashing import key_of
-from megamem.random_fill import fill, normal_rows
+from megamem.initialisation import random_fill
+from megamem.initialisation.distributions import Normal, Uniform
+from megamem.initialisation.random_fill import fill, normal_rows
 
 
 def normal(shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float64) -> Tensor:

@@ -32,8 +32,8 @@ KNOWN_TO_THE_HOST = {"rank", "size"}
 
 OUTSIDE_OF_STEPS = {
     "kernels/parity.py",
-    "megamem/initialisation.py",
-    "megamem/initial_outputs.py",
+    "megamem/initialisation/initialise.py",
+    "megamem/initialisation/outputs.py",
     "megamem/released_names.py",
     # Tables that are only read.
     "megamem/token_tables/codec.py",

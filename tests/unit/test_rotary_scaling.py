@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megamem.attention.rotary import scaled_frequencies
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import ModelConfig
-from megamem.rotary import scaled_frequencies
-from megamem.rotary_config import RotaryScalingConfig
 from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.errors import CheckpointError
 

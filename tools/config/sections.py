@@ -141,7 +141,7 @@ def _feed_forward_line(model: ModelConfig) -> str:
 def _measured_lines(model: ModelConfig, seed: int, most_layers: int) -> Iterator[str]:
     """Standard deviations of memory layers' outputs at initialisation, measured on single layers."""
     # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
-    from megamem.initial_outputs import measure_initial_outputs
+    from megamem.initialisation.outputs import measure_initial_outputs
 
     try:
         with warnings.catch_warnings():

@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megamem.attention.kv_cache import KeyValueCache
 from megamem.block import MemoryBlock, MemorySite
 from megamem.families.engram.config import ENTRY
 from megamem.inputs import Inputs
-from megamem.kv_cache import KeyValueCache
 from megamem.parts import Parts, Site
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
-from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.family import Family
+from megamem.initialisation.distributions import Constant, Distribution, Normal
 from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 from megamem.width_config import Width

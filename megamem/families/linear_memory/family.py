@@ -6,9 +6,9 @@ import math
 
 from kernels.common.device_bytes import SORTED_IN_PLACE, radix_sort_bytes
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution, symmetric
 from megamem.families.family import Family
 from megamem.families.linear_memory.config import LinearConfig
+from megamem.initialisation.distributions import Distribution, symmetric
 from megamem.layer_costs import LayerCosts
 from megamem.retrieval.costs import SOFTMAX_BACK, gathered_scores, scores_summed_by_key
 from megamem.sharing import LayerView

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution, Normal, symmetric
 from megamem.families.family import Family
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.initialisation.distributions import Distribution, Normal, symmetric
 from megamem.layer_costs import LayerCosts
 from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.retrieval.costs import product_key_costs

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
-from megamem.distributions import Constant, Distribution, Normal, symmetric
 from megamem.families.family import Family
 from megamem.families.midus.config import MidusConfig
+from megamem.initialisation.distributions import Constant, Distribution, Normal, symmetric
 from megamem.layer_costs import LayerCosts
 from megamem.retrieval.costs import SOFTMAX, SOFTMAX_BACK, selection_moved, selection_moved_back
 from megamem.sharing import LayerView

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megamem.attention.rotary import ntk_base
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import ModelConfig
-from megamem.rotary import ntk_base
-from megamem.rotary_config import RotaryScalingConfig
 from pretrain.convert.huggingface.refused import refused
 
 # Their names of our keys, by `rope_type`; those that transformers gives a default, with it.

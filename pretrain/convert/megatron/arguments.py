@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import ModelConfig, MoEConfig
-from megamem.rotary_config import RotaryScalingConfig
 from pretrain.errors import CheckpointError
 
 # Arguments whose values change what a model computes, with Megatron-LM's default and the values that are ours. Those

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from megamem.documents import document_bounds
+from megamem.attention.documents import document_bounds
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel

@@ -21,7 +21,7 @@ LAUNCHES_MIXTURE = (20, 56)
 LAUNCHES_EXPERT = (6, 15)
 """Kernels that each of a rank's experts adds, one after the other."""
 LAUNCHES_TILE = (6, 5)
-"""Kernels of a tile of attention (`megamem.blockwise`): the fused one, and those that add up its outputs or gradients."""
+"""Kernels of a tile of attention (`megamem.attention`): the fused one, and those that sum its outputs or gradients."""
 LAUNCHES_GATHERED = (5, 9)
 """Kernels that gathered keys and values add to a block beside those of tiles: orders of ranks and of the sequence."""
 LAUNCHES_HEADS = (7, 9)

@@ -23,7 +23,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from kernels.common.table_scale import scale_of
 from kernels.select import Kernels, assemble, implementation_of, resolve
-from megamem.documents import document_bounds
+from megamem.attention.documents import document_bounds
 from parallel.groups import ParallelGroups
 from pretrain.config.apex import without_apex
 from pretrain.config.schema import RunConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution
 from megamem.families.family import Family
+from megamem.initialisation.distributions import Distribution
 from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 

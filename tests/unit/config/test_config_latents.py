@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
-from megamem.rotary_config import RotaryScalingConfig
 from megamem.slots import Slot
 from pretrain.config.schema import RunConfig
 from pretrain.convert.released.pairs import released_pairs

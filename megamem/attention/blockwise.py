@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.attention_tile import tile_attention, tile_gradients
-from megamem.documents import Tile
+from megamem.attention.documents import Tile
+from megamem.attention.tile import tile_attention, tile_gradients
 
 
 def tiled_attention(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:

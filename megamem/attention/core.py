@@ -16,8 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megamem.blockwise import tiled_attention
-from megamem.documents import Documents, Slice
+from megamem.attention.blockwise import tiled_attention
+from megamem.attention.documents import Documents, Slice
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -50,7 +50,7 @@ class SdpaCoreAttention(MegatronModule):
         """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d].
 
         A query [1, b, n, d] with `no_mask` is of the last token, and attends to all of a cache's keys and values
-        [k, b, g, d]. `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across
+        [k, b, g, d]. `attention_mask` is the documents' bounds (`documents.py`), [D + 1] in host memory, across
         which nothing attends; None: every sequence is one document. There is no other mask, and no bias.
         """
         assert attention_bias is None

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megamem.rotary_config import RotaryScalingConfig
+from megamem.attention.rotary_config import RotaryScalingConfig
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:

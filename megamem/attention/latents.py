@@ -34,10 +34,10 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megamem.attention import SdpaCoreAttention, last_token_attention
+from megamem.attention.core import SdpaCoreAttention, last_token_attention
+from megamem.attention.kv_cache import KeyValueCache
 from megamem.config import LatentAttentionConfig
 from megamem.inputs import Inputs
-from megamem.kv_cache import KeyValueCache
 
 
 @dataclass
@@ -47,7 +47,7 @@ class LatentAttentionSubmodules:
     Attributes:
         linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
         layernorm: of latents.
-        core_attention: see `megamem.attention`.
+        core_attention: see `core.py`.
         linear_proj: of outputs; tensor-parallel ranks split its rows.
     """
 

@@ -1,7 +1,7 @@
 """Attention of a block of queries to a block of keys, with the normaliser of its softmax.
 
 A softmax over many keys is put together from softmaxes over parts of them: with l = log sum_j exp(s_j) of each part,
-outputs are averaged with weights exp(l) (`megamem.blockwise`). PyTorch's public attention keeps l to itself, and so this
+outputs are averaged with weights exp(l) (`blockwise.py`). PyTorch's public attention keeps l to itself, and so this
 file calls the operations below it: its fused CPU kernel, FlashAttention on GPUs for 16-bit tensors, and products of
 matrices, a bounded number of queries at a time, for everything else.
 

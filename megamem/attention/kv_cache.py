@@ -2,7 +2,7 @@
 
 A cache is Megatron's `inference_context`, which its blocks hand to attention, and which they ask what the last methods
 here answer. Megatron's own (`StaticInferenceContext`) is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
-keys and values of every head, where latents are a fraction of them (`megamem.latent_attention`).
+keys and values of every head, where latents are a fraction of them (`latents.py`).
 
 Legend: t new tokens and k tokens so far, b sequences, n query heads and g key/value heads of this tensor-parallel rank,
 d head dimension.
