@@ -20,7 +20,7 @@ from kernels.common.tables import row_dtype
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from megamem.token_tables.fetched import RowFetch
 
 

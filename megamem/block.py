@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from megamem.block_plan import PLAIN
+from megamem.backbone.parts import Parts, Site
 from megamem.inputs import Inputs
-from megamem.parts import Parts, Site
+from megamem.placement.block_plan import PLAIN
 from megamem.side_stream import SideStream
 
 

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from kernels.select import Kernels
+from megamem.backbone.parts import Site
 from megamem.bank import Bank, MakeBank
-from megamem.block_plan import plan_blocks
 from megamem.config import ModelConfig
 from megamem.controls import ControlledLookup
 from megamem.families.registry import family_of
@@ -21,8 +21,8 @@ from megamem.halo import Halo
 from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import Copy, parameter_device
-from megamem.parts import Site
-from megamem.spans import Span
+from megamem.placement.block_plan import plan_blocks
+from megamem.placement.spans import Span
 
 
 def memories_of_chunk(

@@ -13,9 +13,9 @@ from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import Backbone, MemoryConfig
-from megamem.placed import Placed, PlacedMemory, place
-from megamem.sharing import SharingPlan
-from megamem.spans import Span, count_memory_layers, resolve_placement
+from megamem.placement.placed import Placed, PlacedMemory, place
+from megamem.placement.sharing import SharingPlan
+from megamem.placement.spans import Span, count_memory_layers, resolve_placement
 from megamem.width_config import MupConfig, WidthRules
 
 

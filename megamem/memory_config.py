@@ -13,9 +13,9 @@ from enum import Enum
 from typing import ClassVar, Literal, Self
 
 from megamem.config_base import Config
-from megamem.sharing import SharingPlan
-from megamem.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
-from megamem.spans import PlacementConfig, Span, parse_spans
+from megamem.placement.sharing import SharingPlan
+from megamem.placement.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
+from megamem.placement.spans import PlacementConfig, Span, parse_spans
 
 Control = Literal["none", "one_row", "others_rows"]
 

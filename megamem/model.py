@@ -16,21 +16,21 @@ from kernels.select import Kernels
 from megamem.attention.core import SdpaCoreAttention
 from megamem.attention.kv_cache import KeyValueCache
 from megamem.attention.rotary import rotary_angles, scaled_frequencies
-from megamem.backbone import backbone_parts, block_spec
+from megamem.backbone.chunked_loss import ChunkedLoss, judge
+from megamem.backbone.moe import Router
+from megamem.backbone.multi_token import MultiTokenPrediction
+from megamem.backbone.norm import RMSNorm
+from megamem.backbone.parts import Parts
+from megamem.backbone.specs import backbone_parts, block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
 from megamem.chunk_memories import joint_read, memories_of_chunk
-from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
-from megamem.moe import Router
-from megamem.multi_token import MultiTokenPrediction
-from megamem.norm import RMSNorm
 from megamem.parameters import Copy
-from megamem.parts import Parts
 from megamem.recomputed_blocks import recompute_above
 from megamem.side_stream import SideStream
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
@@ -198,7 +198,7 @@ class MemoryGPTModel(GPTModel):
             document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences (`attention/`); None:
                 every sequence is one document.
             labels: [b, s] int64, or [1 + n, b, s] with those of the tokens that a branch predicts, too
-                (`megamem.multi_token`); None where logits are wanted.
+                (`megamem.backbone.multi_token`); None where logits are wanted.
             asked: [b, s], not 0 where labels are to be judged instead; without gradients.
             cache: what the model has seen of these sequences, whose tokens go on with `input_ids`; for evaluation alone,
                 and without bounds.
@@ -206,7 +206,7 @@ class MemoryGPTModel(GPTModel):
         Returns:
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
             [b, s, vocabulary] without labels (with a cache those of the last token, [b, 1, vocabulary]), or what
-            `megamem.chunked_loss.judge` says [2, b, s].
+            `megamem.backbone.chunked_loss.judge` says [2, b, s].
         """
         assert cache is None or not (self.training or document_bounds is not None)
         carried = None

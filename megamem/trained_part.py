@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megamem.config import ModelConfig
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 
 NO_BLOCK: frozenset[int] = frozenset()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.memory_config import Observed
-from megamem.sharing import LayerView
+from megamem.placement.sharing import LayerView
 
 # Sums of a layer over its tokens: their number, and the token-weighted means below.
 _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NULL, _ENTROPY, _NUM_SUMS = 0, 1, 2, 3, 4, 5, 6, 7

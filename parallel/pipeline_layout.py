@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamem.block_plan import Unit
+from megamem.placement.block_plan import Unit
 
 _KEY = "parallel.pipeline_layout"
 # More than any model has layers; keeps a slip from filling the memory.

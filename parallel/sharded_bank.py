@@ -18,7 +18,7 @@ from kernels.select import Kernels
 from megamem.bank import Bank, Columns, Rows, TableHome, weighted
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from megamem.token_tables.fetched import RowFetch
 from parallel.exchange import Exchange, gather_ids, join_columns, split_columns, spread_coefficients, sum_over_ranks
 

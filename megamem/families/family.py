@@ -11,9 +11,9 @@ from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Distribution
 from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
-from megamem.placed import PlacedMemory
+from megamem.placement.placed import PlacedMemory
+from megamem.placement.sharing import LayerView
 from megamem.releases import ReleasedModule, ReleasedNames
-from megamem.sharing import LayerView
 
 if TYPE_CHECKING:
     # Torch and Megatron take seconds to load, and a configuration is read without them.

@@ -15,13 +15,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
 from megamem.bank import Bank
-from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.initialisation.distributions import Constant, Distribution, Normal
 from megamem.initialisation.random_fill import fill
 from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
+from megamem.placement.block_plan import starts_at_zero
 from megamem.shards import walk_shards
 from megamem.width_config import Width
 

@@ -29,7 +29,7 @@ from megamem.initialisation.random_fill import fill, normal_rows
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens
 # that read them.

@@ -23,7 +23,7 @@ from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
-from megamem.sharing import LayerView
+from megamem.placement.sharing import LayerView
 from megamem.usage import LayerUsage
 from megamem.width_config import Width
 
@@ -101,7 +101,7 @@ class MemoryLayer(MegatronModule):
 
     @abstractmethod
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """The memory's output for what its slot gives it (`megamem.slots`); it shows its reads to `observe`.
+        """The memory's output for what its slot gives it (`megamem.placement.slots`); it shows its reads to `observe`.
 
         Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kernels.kept_scores import kept_scores
 from kernels.product_topk.op import ProductTopk, torch_product_topk
+from megamem.backbone.norm import rms_normalise
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
-from megamem.norm import rms_normalise
 from megamem.retrieval.config import ProductKeyConfig
 from megamem.width_config import Width
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from kernels.tucker_scores.op import TuckerScores, torch_tucker_scores
 from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
+from megamem.backbone.norm import rms_normalise
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
 from megamem.layers.layer import ScoreCalibration
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
-from megamem.norm import rms_normalise
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.initial import memory_variance
 from megamem.shuffle import KeyedShuffle, random_permutation

@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from megamem.config_base import EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import Backbone, Lookup, LossWeights, MemoryConfig, Observed, Scoring, Table
-from megamem.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
+from megamem.placement.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from kernels.common.device_bytes import SECTOR_BYTES
 from kernels.common.tiles import scratch_capacity
 from megamem.layer_costs import LayerCosts
+from megamem.placement.sharing import LayerView
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
-from megamem.sharing import LayerView
 
 
 def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Constant, Distribution, Normal, Uniform, symmetric
+from megamem.placement.block_plan import starts_at_zero
 from megamem.retrieval.config import ProductKeyConfig, TuckerConfig
 
 _RELEASED_TABLE_STD = 0.02

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention
+from megamem.backbone.parts import Parts, Site
 from megamem.block import MemorySite
 from megamem.inputs import Inputs
-from megamem.parts import Parts, Site
 
 
 def edit_values(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt
 
 from megamem.memory_config import Backbone, Lookup, MemoryConfig, Scoring, Table
-from megamem.slots import Slot
-from megamem.spans import Span
+from megamem.placement.slots import Slot
+from megamem.placement.spans import Span
 
 _EDIT = "megamem.token_tables.attention:edit_values"
 

@@ -7,7 +7,7 @@ import math
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Constant, Distribution
 from megamem.layer_costs import LayerCosts
-from megamem.sharing import LayerView
+from megamem.placement.sharing import LayerView
 from megamem.token_tables.config import MixedValuesConfig
 
 

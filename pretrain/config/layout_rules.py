@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megamem.block_plan import Unit, unsplittable_units
 from megamem.memory_config import MemoryConfig
+from megamem.placement.block_plan import Unit, unsplittable_units
 from megamem.retrieval.config import RetrievalConfig
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.context_ways import heads_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from megamem.block_plan import reads_beside_ffn
+from megamem.placement.block_plan import reads_beside_ffn
 from pretrain.config.schema import RunConfig
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from kernels.implementations import unavailable
-from megamem.block_plan import count_blocks
 from megamem.families.registry import FAMILIES
+from megamem.placement.block_plan import count_blocks
 from parallel.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
 from pretrain.config.layout_rules import column_parts_text, layout_problems

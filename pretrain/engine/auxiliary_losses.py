@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megamem.backbone.moe import ROUTER_LOSS_NAMES
 from megamem.losses import LOSS_NAMES
-from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.usage import block_number
 from pretrain.engine.build import Chunk, unwrap
 

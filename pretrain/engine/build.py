@@ -22,11 +22,11 @@ from torch import nn
 
 from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
-from megamem.backbone_matrices import backbone_matrices
-from megamem.backbone_widths import set_backbone_widths
+from megamem.backbone.matrices import backbone_matrices
+from megamem.backbone.norm import ApexRMSNorm, RMSNorm
+from megamem.backbone.widths import set_backbone_widths
 from megamem.initialisation.initialise import initialise
 from megamem.model import MemoryGPTModel
-from megamem.norm import ApexRMSNorm, RMSNorm
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import HIGH_PRIORITY, SideStream
 from megamem.trained_part import TrainedPart

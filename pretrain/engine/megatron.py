@@ -59,7 +59,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         qk_layernorm=model.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # Not Transformer Engine's, but the one that the spec names: `megamem.swiglu.swiglu`.
+        # Not Transformer Engine's, but the one that the spec names: `megamem.backbone.swiglu.swiglu`.
         use_te_activation_func=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
@@ -142,7 +142,7 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
         # Softmax over all experts before the selection, or over those selected, which equals the former, renormalised.
         "moe_router_pre_softmax": not moe.renormalise,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        # Over groups of sequences, see `megamem.moe.Router`.
+        # Over groups of sequences, see `megamem.backbone.moe.Router`.
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": moe.balance_loss_weight,
         "moe_z_loss_coeff": moe.z_loss_weight or None,

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megamem.attention.documents import DOCUMENT_BOUNDS
+from megamem.backbone.multi_token import losses_ahead, stacked, tokens_ahead
 from megamem.model import MemoryGPTModel
-from megamem.multi_token import losses_ahead, stacked, tokens_ahead
 from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums

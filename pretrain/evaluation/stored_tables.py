@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megamem.bank import Columns
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from megamem.token_tables.codec import FactoredRows, RowBlocks, RowCodec, make_codec
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Constant
 from megamem.initialisation.initialise import distribution_of
 from megamem.initialisation.outputs import build_layer, initialised_layer
 from megamem.memory_config import MemoryConfig
+from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
@@ -53,7 +53,7 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
 
     Memories begin with tables of zeros, so that their blocks add nothing, whatever their other weights, which are those
     that a run with this seed would begin with. Those that stand around the feed-forward elsewhere are what an inserted
-    block adds (`megamem.slots.INSERTED`). The weights of the source are taken as they are, in their dtype.
+    block adds (`megamem.placement.slots.INSERTED`). The weights of the source are taken as they are, in their dtype.
 
     Args:
         base: the pretrained model's.

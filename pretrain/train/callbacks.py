@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamem.block_plan import paired_in_attention
+from megamem.placement.block_plan import paired_in_attention
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
 from parallel.refusals import naming

@@ -27,7 +27,7 @@ from keys_table import (
 from torch import Tensor
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 
 MEMORIES = Table()
 

@@ -17,8 +17,8 @@ from keys_table import (
 )
 from torch import Tensor
 
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 
 SHARING = Table()
 

@@ -24,7 +24,7 @@ from megamem.config import LatentAttentionConfig
 from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
 from megamem.halo import WholeSequences
 from megamem.inputs import Inputs
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 
 TOKEN_MEMORIES = Table()
 

@@ -14,7 +14,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
 from megamem.parameters import Copy
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import make_bank

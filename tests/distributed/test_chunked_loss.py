@@ -15,7 +15,7 @@ from test_layouts import assembled, shards
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 from torch import Tensor, nn
 
-from megamem.chunked_loss import ChunkedLoss
+from megamem.backbone.chunked_loss import ChunkedLoss
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.recorder import Recorder
 

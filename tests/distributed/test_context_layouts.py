@@ -17,7 +17,7 @@ from megamem.attention.documents import DOCUMENT_BOUNDS
 from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import DataConfig, RunConfig
 from pretrain.engine.build import build_chunks

@@ -20,9 +20,9 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.released_names import from_released
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from pretrain.config.schema import RunConfig, TrainConfig

@@ -19,7 +19,7 @@ from megamem.initialisation.distributions import Normal
 from megamem.initialisation.outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
 from megamem.initialisation.random_fill import fill, normal_rows
 from megamem.layers.layer import MemoryLayer
-from megamem.sharing import SharingConfig
+from megamem.placement.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import RunConfig, TrainConfig

@@ -16,9 +16,9 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.initialise import initialise
 from megamem.layers.tucker import calibrate_scores
 from megamem.model import MemoryGPTModel
+from megamem.placement.sharing import SharingConfig
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.initial import swiglu_ffn_variance
-from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import RunConfig, TrainConfig

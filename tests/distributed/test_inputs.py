@@ -26,8 +26,8 @@ from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
 from megamem.inputs import Inputs
 from megamem.model import MemoryGPTModel
-from megamem.slots import BESIDE, INSTEAD, SKIP, Slot
-from megamem.spans import PlacementConfig, Span
+from megamem.placement.slots import BESIDE, INSTEAD, SKIP, Slot
+from megamem.placement.spans import PlacementConfig, Span
 from megamem.token_tables.config import VALUES
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups

@@ -19,7 +19,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import announce_tokens

@@ -14,8 +14,8 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 
 # The second shows the weights after the first one's update.

@@ -20,7 +20,7 @@ from megamem.attention.kv_cache import KeyValueCache
 from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.model import MemoryGPTModel
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks

@@ -21,12 +21,12 @@ from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
 from megamem.attention.core import SdpaCoreAttention
+from megamem.backbone.norm import RMSNorm
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
 from megamem.inputs import Inputs
 from megamem.model import MemoryGPTModel
-from megamem.norm import RMSNorm
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks

@@ -168,7 +168,7 @@ def plain_losses(text: Tensor, counted: Tensor, weights: dict[str, Tensor]) -> l
 
 def compare_with_the_definition() -> tuple[dict[str, float], dict[str, float]]:
     """Errors of sums of losses, and of gradients by parameter, over two sequences in fp64."""
-    from megamem.multi_token import stacked, tokens_ahead
+    from megamem.backbone.multi_token import stacked, tokens_ahead
 
     config = RunConfig(model=PLAIN, train=TrainConfig(sequence_length=12, loss_chunk_tokens=5))
     with joined(config) as groups:

@@ -21,7 +21,7 @@ from megamem.config import LatentAttentionConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.parameters import matrices_of
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
 from pretrain.config.schema import RunConfig

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megamem.config import MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config
 from pretrain.engine.weight_gathering import parts_of_banks, start_gathering

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megamem.config import MoEConfig
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig
 from tests.distributed.tiny_runs import MEMORY, SHARED, tiny_run
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.common.row_gradient import RowGradient, distinct_rows
 from megamem.config import ModelConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.engine.row_gradients import row_gradient_of

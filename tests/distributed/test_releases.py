@@ -22,11 +22,11 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.released_names import from_meta, from_released
 from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
-from megamem.sharing import SharingConfig
 from megamem.shuffle import KeyedShuffle
-from megamem.spans import PlacementConfig
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader
 from pretrain.checkpoint.store.tensors import Region

@@ -17,7 +17,7 @@ from test_layouts import shards
 from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
 
-from megamem.sharing import SharingConfig
+from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.row_wise import RowWise
 

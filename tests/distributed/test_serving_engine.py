@@ -32,8 +32,8 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import open_folder

@@ -27,7 +27,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from parallel.exchange import Exchange, gather_ids
 from parallel.layout import coefficients_per_rank
 from parallel.sharded_bank import ShardedBank, announce_tokens

@@ -18,7 +18,7 @@ from megamem.block import MemoryBlock
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
-from megamem.spans import PlacementConfig, Span
+from megamem.placement.spans import PlacementConfig, Span
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import ParallelConfig, RunConfig

@@ -24,7 +24,7 @@ from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
 from megamem.attention.documents import document_positions
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelGroups
 from parallel.rank_errors import RankError
 from pretrain.checkpoint.write_plan import plan_writes

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny_runs import PRIVATE, joined
 from torch import Tensor, nn
 
-from megamem.chunked_loss import judge
+from megamem.backbone.chunked_loss import judge
 from pretrain.data.manifest import TRAIN, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer

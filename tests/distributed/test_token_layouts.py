@@ -18,8 +18,8 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
 from megamem.memory_config import MemoryConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.shards import walk_shards
-from megamem.spans import PlacementConfig
 from parallel.sharded_bank import announce_tokens
 from pretrain.config.schema import RunConfig
 

@@ -21,7 +21,7 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.families.midus.config import MidusConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks

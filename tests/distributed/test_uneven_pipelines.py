@@ -14,7 +14,7 @@ from test_checkpoint_layouts import STATE, read_all
 from test_layouts import Shard, assembled, shards
 from tiny_runs import PRIVATE, SHARED, on, save_run, tiny_run
 
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
 from pretrain.config.schema import RunConfig

@@ -33,7 +33,7 @@ from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.width_config import MupConfig
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig

@@ -18,8 +18,8 @@ from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds, docume
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
+from megamem.placement.sharing import SharingConfig
 from megamem.shards import walk_shards
-from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from pretrain.checkpoint.folder import read_state, step_folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.norm import rms_normalise
+from megamem.backbone.norm import rms_normalise
 
 
 def some(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from kernels.select import select_kernels
 from megamem.bank import Bank, Columns
 from megamem.memory_config import Lookup, MemoryConfig, Table
-from megamem.sharing import BankSpec, LayerView, SharingPlan, common_bank, private_banks
+from megamem.placement.sharing import BankSpec, LayerView, SharingPlan, common_bank, private_banks
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
@@ -133,7 +133,7 @@ def a_host_tensor_and_reads_in_the_loss() -> Iterator[None]:
 def a_pageable_copy_in_the_norm() -> Iterator[None]:
     import torch
 
-    from megamem import norm
+    from megamem.backbone import norm
 
     normalise = norm.rms_normalise
 
@@ -141,7 +141,7 @@ def a_pageable_copy_in_the_norm() -> Iterator[None]:
         scale = torch.ones(x.shape[-1])
         return normalise(x, gain * scale.to(x.device, non_blocking=True), epsilon)
 
-    with patch("megamem.norm.rms_normalise", planted):
+    with patch("megamem.backbone.norm.rms_normalise", planted):
         yield
 
 

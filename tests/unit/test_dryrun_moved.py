@@ -17,7 +17,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.read_rows import scaled_bytes

@@ -23,7 +23,7 @@ from megamem.families.engram.layer import EngramLayer
 from megamem.families.engram.token_map import read_token_map
 from megamem.halo import WholeSequences
 from megamem.inputs import Inputs, pack
-from megamem.sharing import BankSpec, LayerView
+from megamem.placement.sharing import BankSpec, LayerView
 from pretrain.config.stages import load_config
 from pretrain.data.compression import canonical_key, compress, write_token_map
 from pretrain.data.tokenizer import ByteTokenizer

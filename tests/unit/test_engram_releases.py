@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.store.tensors import TensorReader
 from pretrain.convert.released.modules import modules_as_ours, modules_as_released
 from pretrain.errors import CheckpointError, ConfigError

@@ -10,8 +10,8 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.planning.costs.equal_compute import (
     active_measure,
     core_measure,

@@ -23,9 +23,9 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.retrieval.config import TuckerConfig
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.formulas import (
     count_parameters,

@@ -23,7 +23,7 @@ from megamem.attention.kv_cache import KeyValueCache
 from megamem.config import ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError

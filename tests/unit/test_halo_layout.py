@@ -9,7 +9,7 @@ import torch
 
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.spans import PlacementConfig
 from parallel.layout import halo_requests, halo_tokens_returned, halo_tokens_sent, stretches
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.stages import stages_of

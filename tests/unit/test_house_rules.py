@@ -23,7 +23,7 @@ PACKAGES = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["importl
 CONFIG_FILES = (
     "megamem/config.py",
     "megamem/memory_config.py",
-    "megamem/sharing.py",
+    "megamem/placement/sharing.py",
     "megamem/retrieval/config.py",
     *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
     "pretrain/config/schema.py",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.list_topk import naive
-from megamem.norm import rms_normalise
+from megamem.backbone.norm import rms_normalise
 from megamem.shuffle import KeyedShuffle
 
 pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")

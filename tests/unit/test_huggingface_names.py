@@ -17,9 +17,9 @@ from torch import Tensor
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.sharing import SharingConfig
-from megamem.slots import INSTEAD
-from megamem.spans import PlacementConfig
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.slots import INSTEAD
+from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted

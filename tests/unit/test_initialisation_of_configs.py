@@ -26,10 +26,10 @@ from megamem.initialisation.distributions import Distribution
 from megamem.initialisation.initialise import table_std
 from megamem.initialisation.outputs import InitialOutput, measure_initial_outputs
 from megamem.initialisation.random_fill import fill, normal_rows
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance, target_variance
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
 from pretrain.config.stages import load_config
 from tests.costly import COSTLY
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kernels.select import select_kernels
+from megamem.backbone.norm import LayerNorm
 from megamem.bank import Bank
 from megamem.families.midus.config import MidusConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs
-from megamem.norm import LayerNorm
 from tests.golden import (
     TOLERANCE,
     attend,

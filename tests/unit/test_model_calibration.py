@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.backbone.norm import rms_normalise
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import ScoreCalibration
 from megamem.layers.tucker import calibrate_scores, leading_singular_vectors, retrieve
 from megamem.memory_config import MemoryConfig
-from megamem.norm import rms_normalise
 
 CONFIGS = {
     "small": (UltraMemV2Config(num_keys=32, key_dim=16, top_k=8), 32),

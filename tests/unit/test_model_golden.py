@@ -32,9 +32,9 @@ from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.tucker import TuckerLayer, leading_singular_vectors
 from megamem.losses import LOSS_NAMES
 from megamem.memory_config import MemoryConfig
+from megamem.placement.sharing import SharingConfig
 from megamem.released_names import from_meta, from_released
 from megamem.retrieval.initial import sigma_values
-from megamem.sharing import SharingConfig
 from tests.microbatch import some_inputs
 
 CASES = (

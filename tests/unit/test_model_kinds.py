@@ -32,7 +32,7 @@ from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.tucker import TuckerLayer
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import BankSpec, LayerView
+from megamem.placement.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
 HIDDEN = 32

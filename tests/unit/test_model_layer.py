@@ -16,7 +16,7 @@ from megamem.bank import Bank
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.parameters import group_of
-from megamem.sharing import BankSpec, LayerView
+from megamem.placement.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
 MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import LayerView, SharingConfig
+from megamem.placement.sharing import LayerView, SharingConfig
 
 Pattern = Literal["none", "block", "ring", "no_ring"]
 NUM_KEYS = 10

@@ -19,7 +19,7 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import SharingConfig
+from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from tests.microbatch import some_inputs
 

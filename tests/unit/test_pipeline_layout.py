@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megamem.block_plan import Unit
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.block_plan import Unit
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from parallel.pipeline_layout import (
     chunks_of_stage,
     layout_text,

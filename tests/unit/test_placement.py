@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megamem.block_plan import Unit, unsplittable_units
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.placement.block_plan import Unit, unsplittable_units
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig, Span, parse_spans, pending_before
 from megamem.retrieval.initial import sigma_values
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig, Span, parse_spans, pending_before
 from parallel.pipeline_layout import model_chunks, split_units
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamem.memory_config import Observed
-from megamem.sharing import LayerView
+from megamem.placement.sharing import LayerView
 from megamem.usage import LayerUsage, UsageCollector, block_number
 from pretrain.train.callbacks import scalars
 

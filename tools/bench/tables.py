@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megamem.bank import Columns
 from megamem.model import MemoryGPTModel
-from megamem.sharing import BankSpec
+from megamem.placement.sharing import BankSpec
 from megamem.token_tables.codec import PlainRows
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows

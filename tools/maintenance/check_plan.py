@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamem import start
-from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
+from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
 from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages

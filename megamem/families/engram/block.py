@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megamem.attention.kv_cache import KeyValueCache
+from megamem.backbone.parts import Parts, Site
 from megamem.block import MemoryBlock, MemorySite
 from megamem.families.engram.config import ENTRY
 from megamem.inputs import Inputs
-from megamem.parts import Parts, Site
 
 
 def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:

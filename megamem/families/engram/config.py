@@ -13,8 +13,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from megamem.config_base import Advice, EffectiveWhen
 from megamem.identity import Role
 from megamem.memory_config import Backbone, Lookup, MemoryConfig, Ngrams, Scoring, Table
-from megamem.sharing import BankSpec, LayerView, SharingPlan
-from megamem.slots import Slot
+from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
+from megamem.placement.slots import Slot
 
 from .hashing import head_sizes
 

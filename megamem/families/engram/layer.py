@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.backbone.norm import rms_normalise
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
-from megamem.norm import rms_normalise
 from megamem.parameters import parameter_device
-from megamem.spans import resolve_placement
+from megamem.placement.spans import resolve_placement
 from megamem.width_config import Width
 
 from .addresses import hashed_rows, window

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megamem.placed import PlacedMemory
+from megamem.placement.placed import PlacedMemory
 from megamem.releases import ReleasedModule, ReleasedPart
 
 from .config import EngramConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megamem.sharing import SharingPlan, private_banks
+from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.token_tables.config import MixedValuesConfig
 
 

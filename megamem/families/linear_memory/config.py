@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
-from megamem.sharing import SharingPlan, private_banks
+from megamem.placement.sharing import SharingPlan, private_banks
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from megamem.families.family import Family
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.initialisation.distributions import Distribution, symmetric
 from megamem.layer_costs import LayerCosts
+from megamem.placement.sharing import LayerView
 from megamem.retrieval.costs import SOFTMAX_BACK, gathered_scores, scores_summed_by_key
-from megamem.sharing import LayerView
 
 
 def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megamem.backbone.parts import Parts, Site
 from megamem.block import CoreSite, edit_ffn
 from megamem.inputs import Inputs
-from megamem.parts import Parts, Site
 
 
 def edit_heads(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
-from megamem.sharing import SharingPlan, private_banks
-from megamem.slots import Slot
-from megamem.spans import Span
+from megamem.placement.sharing import SharingPlan, private_banks
+from megamem.placement.slots import Slot
+from megamem.placement.spans import Span
 
 _BLOCK = "megamem.families.midus.block"
 
@@ -37,7 +37,7 @@ STREAM_AND_HEADS = Slot(
     needs_plain_attention=True,
     is_exported=True,
 )
-"""x + Mem(x + heads): as `megamem.slots.INSERTED`, without an output projection."""
+"""x + Mem(x + heads): as `megamem.placement.slots.INSERTED`, without an output projection."""
 PROJECTED = Slot(
     "projected",
     f"{_BLOCK}:edit_projected",
@@ -46,7 +46,7 @@ PROJECTED = Slot(
     needs_plain_attention=True,
     is_exported=True,
 )
-"""x + Mem(Attn(Norm(x))): as `megamem.slots.INSERTED`, without the residual stream in what the memory is given."""
+"""x + Mem(Attn(Norm(x))): as `INSERTED` of `slots.py`, without the residual stream in what the memory is given."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from megamem.families.family import Family
 from megamem.families.midus.config import MidusConfig
 from megamem.initialisation.distributions import Constant, Distribution, Normal, symmetric
 from megamem.layer_costs import LayerCosts
+from megamem.placement.sharing import LayerView
 from megamem.retrieval.costs import SOFTMAX, SOFTMAX_BACK, selection_moved, selection_moved_back
-from megamem.sharing import LayerView
 
 
 def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:

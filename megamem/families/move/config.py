@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from megamem.sharing import SharingPlan, common_bank
+from megamem.placement.sharing import SharingPlan, common_bank
 from megamem.token_tables.config import MixedValuesConfig
 
 

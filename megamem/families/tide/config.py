@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.memory_config import Backbone, Lookup, Observed
-from megamem.sharing import SharingPlan, common_bank
+from megamem.placement.sharing import SharingPlan, common_bank
 from megamem.token_tables.config import TokenTableConfig
 
 

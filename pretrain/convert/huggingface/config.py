@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megamem.block_plan import inserted_blocks, plan_blocks
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig, Ngrams, Scoring
+from megamem.placement.block_plan import inserted_blocks, plan_blocks
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.tensors import TensorInfo

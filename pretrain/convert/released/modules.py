@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
-from megamem.placed import PlacedMemory
+from megamem.placement.placed import PlacedMemory
 from megamem.releases import ReleasedModule
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, inverted

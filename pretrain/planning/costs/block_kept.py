@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from kernels.common.ids import bytes_per_id
-from megamem.block_plan import paired_in_attention
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.memory_config import MemoryConfig
+from megamem.placement.block_plan import paired_in_attention
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_kept, kept_beyond_whole_sequences

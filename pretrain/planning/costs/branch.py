@@ -1,4 +1,4 @@
-"""Weights and bytes of one depth of a branch that predicts further tokens (`megamem.multi_token`), around its block."""
+"""Weights and bytes of one depth of a branch that predicts further tokens (`backbone/multi_token.py`), around its block."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
-from megamem.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
-from megamem.placed import PlacedMemory
-from megamem.spans import count_memory_layers
+from megamem.placement.block_plan import PLAIN, plan_blocks, sum_over_blocks
+from megamem.placement.placed import PlacedMemory
+from megamem.placement.spans import count_memory_layers
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megamem.block_plan import BlockPlan
 from megamem.config import ModelConfig
 from megamem.layer_costs import LayerCosts
+from megamem.placement.block_plan import BlockPlan
 
 Shape = tuple[int, int]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megamem.block_plan import PLAIN, BlockPlan, plan_blocks, reads_beside_ffn
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
-from megamem.placed import PlacedMemory
-from megamem.sharing import BankSpec
+from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks, reads_beside_ffn
+from megamem.placement.placed import PlacedMemory
+from megamem.placement.sharing import BankSpec
 from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
@@ -96,7 +96,7 @@ class BankInStage:
         chunk: the first of the stage's chunks that reads it.
         blocks_below: blocks of that chunk below the first that reads it: when backward is there, its gradient is
             complete, and when forward is, it is needed.
-        on_every_stage: see `megamem.sharing.BankSpec`.
+        on_every_stage: see `megamem.placement.sharing.BankSpec`.
     """
 
     memory: MemoryConfig

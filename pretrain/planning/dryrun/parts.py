@@ -17,7 +17,7 @@ _BY_MODULE = (
     ("parallel.sharded_bank", MemoryPart.EXCHANGE),
     ("parallel.context", MemoryPart.ATTENTION),
     ("megamem.attention", MemoryPart.ATTENTION),
-    ("megamem.chunked_loss", MemoryPart.LOSS),
+    ("megamem.backbone.chunked_loss", MemoryPart.LOSS),
     ("megamem.layers", MemoryPart.MEMORY),
     ("megamem.families", MemoryPart.MEMORY),
     ("megamem.shuffle", MemoryPart.MEMORY),

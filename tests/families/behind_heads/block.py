@@ -11,9 +11,9 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megamem.backbone.parts import Parts, Site
 from megamem.block import CoreSite
 from megamem.inputs import Inputs
-from megamem.parts import Parts, Site
 
 
 def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:

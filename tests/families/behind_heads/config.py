@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.memory_config import Lookup, MemoryConfig, Table
-from megamem.sharing import SharingPlan, private_banks
-from megamem.slots import Slot
+from megamem.placement.sharing import SharingPlan, private_banks
+from megamem.placement.slots import Slot
 
 HEADS = Slot("heads", f"{__package__}.block:edit", module="self_attention.core_attention", needs_plain_attention=True)
 """h + Attn with Mem(heads) added to the heads before the output projection: `forward(heads, inputs)` takes and returns

@@ -6,7 +6,7 @@ from megamem.config import ModelConfig
 from megamem.families.family import Family
 from megamem.initialisation.distributions import Distribution, Normal
 from megamem.layer_costs import LayerCosts
-from megamem.sharing import LayerView
+from megamem.placement.sharing import LayerView
 
 from .config import HashedConfig
 

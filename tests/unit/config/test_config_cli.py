@@ -107,7 +107,7 @@ def test_check_validates(config_file: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(check) == 0
     first, held, second = capsys.readouterr().out.splitlines()
     assert (first, second) == (f"{config_file} can run on 4 ranks.", f"{config_file} can run.")
-    assert held.startswith("Each rank holds 0.0201 GB of weights and gradients")
+    assert held.startswith("Each rank holds 0.0207 GB of weights and gradients")
     assert "the run has 3 ranks" in usage_error(capsys, *check, "parallel.tensor=2", "--ranks", "3")
     assert "--ranks is 0" in usage_error(capsys, "config", "check", str(config_file), "--ranks", "0")
 

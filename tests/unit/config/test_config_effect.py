@@ -14,8 +14,8 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
-from megamem.slots import Slot
-from megamem.spans import PlacementConfig
+from megamem.placement.slots import Slot
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.keys import RUN_RULES, all_keys, ineffective_fields
 from pretrain.config.loader import load_as
 from pretrain.config.schema import RunConfig

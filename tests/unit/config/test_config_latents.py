@@ -12,7 +12,7 @@ from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
-from megamem.slots import Slot
+from megamem.placement.slots import Slot
 from pretrain.config.schema import RunConfig
 from pretrain.convert.released.pairs import released_pairs
 from pretrain.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megamem.block_plan import Unit
+from megamem.placement.block_plan import Unit
 from pretrain.config.layout_rules import nearest_pipelines
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate

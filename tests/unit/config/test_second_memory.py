@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megamem.block_plan import paired_in_attention, plan_blocks
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -17,8 +16,9 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.sharing import SharingConfig
-from megamem.spans import PlacementConfig
+from megamem.placement.block_plan import paired_in_attention, plan_blocks
+from megamem.placement.sharing import SharingConfig
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate

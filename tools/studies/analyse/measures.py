@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megamem.block_plan import inserted_blocks
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig
-from megamem.placed import PlacedMemory
+from megamem.placement.block_plan import inserted_blocks
+from megamem.placement.placed import PlacedMemory
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend

@@ -12,7 +12,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from megamem.attention.latents import LatentAttention
-from megamem.multi_token import MultiTokenPrediction
+from megamem.backbone.multi_token import MultiTokenPrediction
 from megamem.parameters import set_width
 from megamem.width_config import Width
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megamem.config import ModelConfig
-from megamem.slots import BESIDE, Slot
+from megamem.placement.slots import BESIDE, Slot
 
 
 @dataclass(frozen=True)

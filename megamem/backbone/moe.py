@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from megamem.backbone_matrices import backbone_matrices
+from megamem.backbone.matrices import backbone_matrices
 from megamem.parameters import ReducedOver, declare, parameter_device
 from megamem.width_config import Width
 

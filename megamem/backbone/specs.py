@@ -19,14 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megamem.attention.core import SdpaCoreAttention
+from megamem.backbone.moe import moe_spec
+from megamem.backbone.norm import LayerNorm, RMSNorm
+from megamem.backbone.parts import BlockEdit, Parts, Site
+from megamem.backbone.swiglu import SwiGLU
 from megamem.block import MemoryBlock
 from megamem.config import LatentAttentionConfig, MoEConfig
-from megamem.moe import moe_spec
-from megamem.norm import LayerNorm, RMSNorm
-from megamem.parts import BlockEdit, Parts, Site
+from megamem.placement.spans import pending_before
 from megamem.side_stream import SideStream
-from megamem.spans import pending_before
-from megamem.swiglu import SwiGLU
 
 
 def backbone_parts(

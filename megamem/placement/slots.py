@@ -1,6 +1,6 @@
 """Places in a block where a memory acts: what each changes of the block, as a record that a family may bring itself.
 
-The config of a memory names its slot (`MemoryConfig.slot_of`). `megamem.block_plan` resolves what is left of every block,
+The config of a memory names its slot (`MemoryConfig.slot_of`). `block_plan.py` resolves what is left of every block,
 which building, costs, growth, exports and initialisation read; `megamem.backbone` lets the slot edit the block's spec.
 The slots around the feed-forward are here, as `placement` puts any family there; others stand beside their families.
 """
@@ -17,7 +17,7 @@ class Slot:
     Attributes:
         name: as exported configurations and messages have it.
         edit_path: `module:function` that changes what the memory asks for, and nothing else, in a block's spec (a
-            `megamem.parts.BlockEdit`); a path, because Megatron takes seconds to load.
+            `megamem.backbone.parts.BlockEdit`); a path, because Megatron takes seconds to load.
         module: the module of a block that holds the memory, a `megamem.block.MemorySite`.
         layer_path: `module:Class` of the block itself, a `megamem.block.MemoryBlock`.
         has_ffn: whether the block has a feed-forward besides.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megamem.memory_config import MemoryConfig
-from megamem.sharing import BankSpec, LayerView, SharingPlan
-from megamem.spans import Span, count_memory_layers, resolve_placement
+from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
+from megamem.placement.spans import Span, count_memory_layers, resolve_placement
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention, LatentAttentionSubmodules
-from megamem.block_plan import BlockPlan
 from megamem.config import LatentAttentionConfig
+from megamem.placement.block_plan import BlockPlan
+from megamem.placement.slots import SKIP, Slot
+from megamem.placement.spans import Span
 from megamem.side_stream import SideStream
-from megamem.slots import SKIP, Slot
-from megamem.spans import Span
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ class Site:
 
 
 BlockEdit: TypeAlias = Callable[[TransformerLayerSubmodules, Site, Parts], None]
-"""Edit of a slot (`megamem.slots.Slot.edit_path`) in a block that `Parts.block` has made."""
+"""Edit of a slot (`megamem.placement.slots.Slot.edit_path`) in a block that `Parts.block` has made."""

@@ -28,11 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megamem.chunked_loss import ChunkedLoss
+from megamem.backbone.chunked_loss import ChunkedLoss
+from megamem.backbone.parts import Parts
 from megamem.config import MultiTokenConfig
 from megamem.losses import inject
 from megamem.parameters import Matrices, ReducedOver, declare, parameter_device
-from megamem.parts import Parts
 from megamem.width_config import Width
 
 
