@@ -83,8 +83,7 @@ def _control_list(text: str) -> tuple[str, ...]:
     return tuple(name for name in MEANINGS if name in names)
 
 
-def controls_option(names: Sequence[str]) -> list[str]:
-    """Words of a command that asks for these controls."""
+def _controls_option(names: Sequence[str]) -> list[str]:
     if not names:
         return []
     return ["--controls"] if len(names) == len(MEANINGS) else ["--controls", ",".join(names)]
@@ -121,8 +120,19 @@ def open_page(args: argparse.Namespace, part: str) -> Page:
 
 
 def command_line(args: argparse.Namespace, name: str, *options: str) -> str:
-    """The command that makes the report again, with the options that it has to itself."""
-    words = ["megamem", "study", name, *args.configs, *args.overrides, *options, "--run-dir", str(args.run_dir)]
+    """The command that makes the report again.
+
+    Args:
+        options: that it has to itself, beside those of this file.
+    """
+    words = ["megamem", "study", name, *args.configs, *args.overrides, *options]
+    words += [
+        "--seeds",
+        ",".join(map(str, args.seeds)),
+        *_controls_option(args.controls),
+        "--run-dir",
+        str(args.run_dir),
+    ]
     words += ["--nproc", str(args.nproc)] if args.nproc else []
     words += ["--report", str(args.report)] if args.report else []
     return shlex.join(words)

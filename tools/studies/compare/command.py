@@ -17,7 +17,6 @@ from tools.studies.compare.arguments import (
     add_models,
     add_seeds,
     command_line,
-    controls_option,
     open_page,
     refuse_launcher,
 )
@@ -113,8 +112,7 @@ def run_compare(args: argparse.Namespace) -> int:
     configs = load_configs(args.configs, args.overrides)
     num_ranks = _num_ranks(configs, args.nproc, args.at_once)
     page = open_page(args, "comparison")
-    options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
-    options += controls_option(args.controls)
+    options = ["--tune", str(args.tune)] if args.tune else []
     options += [] if args.target_loss is None else ["--target-loss", f"{args.target_loss:g}"]
     command = command_line(args, "compare", *options)
     comparison = Comparison(

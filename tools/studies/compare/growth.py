@@ -130,8 +130,7 @@ def run_growth(args: argparse.Namespace) -> int:
     if len(configs) > 1:
         raise ConfigError(f"--grow grows one model, and there are {len(configs)}: name one CONFIG")
     page = open_page(args, "growth")
-    options = ["--grow", str(args.grow), "--seeds", ",".join(map(str, args.seeds))]
-    command = command_line(args, "compare", *options)
+    command = command_line(args, "compare", "--grow", str(args.grow))
     overrides = overrides_among(args.configs, args.overrides)
     (base,) = configs.values()
     comparison = GrowthComparison(base, growth, overrides, args.seeds, args.nproc, args.run_dir, page, command)

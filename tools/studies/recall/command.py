@@ -18,7 +18,6 @@ from tools.studies.compare.arguments import (
     add_models,
     add_seeds,
     command_line,
-    controls_option,
     open_page,
     refuse_launcher,
 )
@@ -94,8 +93,7 @@ def run_recall(args: argparse.Namespace) -> int:
     for config in models:
         validate(config, args.nproc)
     page = open_page(args, "recall")
-    options = ["--facts", ",".join(map(str, args.facts)), "--seeds", ",".join(map(str, args.seeds))]
-    command = command_line(args, "recall", *options, *controls_option(args.controls))
+    command = command_line(args, "recall", "--facts", ",".join(map(str, args.facts)))
     import_engine()
     figures = _figures(models)
     plan = [
