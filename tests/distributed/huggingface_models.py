@@ -145,7 +145,12 @@ MODELS: dict[str, ModelConfig] = {
         ),
     ),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
-    "move": replace(BASE, memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2)),
+    "move": replace(
+        # As in most runs, which leave it to the tokenizer.
+        BASE,
+        vocab_size=None,
+        memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
+    ),
     "lave, every second, a gate per token, more rows": replace(
         BASE,
         tied_embeddings=False,

@@ -113,6 +113,8 @@ def exported_config(
     Raises:
         CheckpointError: the exported model does not know the memory's family.
     """
+    # Tables with a row for every token id have as many as the tokenizer has, where the run leaves that to it.
+    model = replace(model, vocab_size=vocab_size)
     architecture = architecture_of(model)
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -158,14 +160,14 @@ def exported_config(
         "moe": moe,
         "memory": None if memory is None else {**memory, "table_bits": table_bits},
         "memory_device": None,
-        "native": _native(model, vocab_size, seed),
+        "native": _native(model, seed),
     }
 
 
-def _native(model: ModelConfig, vocab_size: int, seed: int) -> dict[str, Any]:
+def _native(model: ModelConfig, seed: int) -> dict[str, Any]:
     """Configuration that makes it a model of ours again."""
     # Its branch for further tokens is left out.
-    exported = replace(model, vocab_size=vocab_size, multi_token_prediction=None)
+    exported = replace(model, multi_token_prediction=None)
     plain = to_dict(RunConfig(seed=seed, model=exported))
     return {"seed": seed, "model": plain["model"]}
 
