@@ -44,7 +44,8 @@ def in_fewer_bits(folder: Path, bits: int, path: Path) -> Path:
     """An exported folder once more, with tables of so many bits."""
     copy_small_files(folder, path)
     config = json.loads((folder / "config.json").read_text())
-    config["memory"]["table_bits"] = bits
+    for memory in filter(None, (config["memory"], config["second_memory"])):
+        memory["table_bits"] = bits
     (path / "config.json").write_text(json.dumps(config))
     write_safetensors(path, QuantisedTables(open_safetensors(folder), bits), 20_000, max_piece_bytes=100)
     return path

@@ -40,7 +40,7 @@ def export_all(run_ranks: Any, root: Path, models: Mapping[str, ModelConfig]) ->
         with joined(SHARED) as groups:
             for number, (name, model) in enumerate(models.items()):
                 config = replace(SHARED, model=model)
-                if name == "engram":
+                if getattr(model.memory, "token_map", None) is not None:
                     memory = replace(model.memory, token_map=str(root / TOKEN_MAP))  # type: ignore[type-var]
                     config = replace(config, model=replace(model, memory=memory))
                 (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)

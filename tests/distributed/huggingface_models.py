@@ -165,6 +165,27 @@ MODELS: dict[str, ModelConfig] = {
     "tide, no gain, beside experts": replace(
         BASE, moe=MOE, memory=TideConfig(value_dim=HIDDEN, num_tables=2, row_gain=False)
     ),
+    "engram and move": replace(
+        BASE,
+        vocab_size=None,
+        memory=EngramConfig(
+            **NGRAMS, token_map=TOKEN_MAP, compressed_vocab_size=50, placement=PlacementConfig(blocks=(1, 2))
+        ),
+        second_memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
+    ),
+    "v2 with one stream and lave, beside experts": replace(
+        BASE,
+        moe=MOE,
+        memory=replace(V2, sharing=SharingConfig("block", 2), placement=PlacementConfig(query_group=4)),
+        second_memory=LaveConfig(
+            value_dim=BASE.query_groups * BASE.attention_head_dim, placement=PlacementConfig(every=2)
+        ),
+    ),
+    "ultramem, skipping, and engram": replace(
+        BASE,
+        memory=UltraMemConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2")),
+        second_memory=EngramConfig(**NGRAMS, conv_kernel=2, placement=PlacementConfig(blocks=(1, 3))),
+    ),
     "latents": LATENT,
     "latents of queries too, llama3, beside experts": replace(
         LATENT,

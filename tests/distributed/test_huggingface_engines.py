@@ -23,8 +23,10 @@ pytestmark = pytest.mark.usefixtures("remote_code_cache")
 STREAM_AND_HEADS = "midus, stream and heads, LayerNorm before attention and of queries"
 MIXED_VALUES = ["move", "lave, every second, a gate per token, more rows"]
 BY_TOKENS = ["move over latents", "tide"]
-SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", *BY_TOKENS]
-NAMES = [*SERVED, *MIXED_VALUES, "engram", "ple", STREAM_AND_HEADS]
+TWO = "v2 with one stream and lave, beside experts"
+SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS]
+BY_NGRAMS = ["engram", "engram and move", "ple"]
+NAMES = [*SERVED, *MIXED_VALUES, *BY_NGRAMS, STREAM_AND_HEADS]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +148,7 @@ class PagedEngine:
         return states
 
 
-@pytest.mark.parametrize("name", ["engram", "ple"])
+@pytest.mark.parametrize("name", BY_NGRAMS)
 def test_a_memory_of_ngrams_looks_back_through_an_engines_pages(
     exported: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

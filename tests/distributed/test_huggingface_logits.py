@@ -28,7 +28,8 @@ transformers = pytest.importorskip("transformers", reason="exported models are l
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
 BY_TOKENS = ["move over latents", "tide"]
-SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", *GROWN, *BY_TOKENS]
+TWO = "v2 with one stream and lave, beside experts"
+SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", TWO, *GROWN, *BY_TOKENS]
 TRAINED = [
     "v2",
     "ultramem, skipping and overlapping",
@@ -37,6 +38,7 @@ TRAINED = [
     "ultramem, inserted, queries per head",
     "engram",
     "ple",
+    TWO,
     *GROWN,
     *BY_TOKENS,
 ]
@@ -80,7 +82,7 @@ def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
         torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "ple", *BY_TOKENS])
+@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "engram and move", "ple", *BY_TOKENS])
 def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
     model = load(exported(name)[0])
     tokens, num_new = some_tokens(2, 9), 6
@@ -125,7 +127,7 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["v2, ring, gelu", "midus", "engram", "tide", "move over latents"])
+@pytest.mark.parametrize("name", ["v2, ring, gelu", "midus", "engram", "engram and move", "tide", "move over latents"])
 def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, name: str, bits: int) -> None:
     """Loaded, mapped from the files, and with rows that are kept: to the bit the same."""
     folder, _ = exported(name)
@@ -376,7 +378,16 @@ def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exp
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
 
 
-PLACED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "peer", "midus", "engram", *BY_TOKENS]
+PLACED = [
+    "v2 beside experts, biases",
+    "ultramem, skipping and overlapping",
+    "peer",
+    "midus",
+    "engram",
+    "engram and move",
+    TWO,
+    *BY_TOKENS,
+]
 
 
 @pytest.mark.parametrize("name", PLACED)

@@ -130,7 +130,7 @@ def _described(config: RunConfig) -> str:
     if model.moe is not None:
         kind = f"A decoder-only transformer with a mixture of {model.moe.num_experts} experts in every block."
     if model.memory is not None:
-        kind = kind[:-1] + f" and {model.num_memory_layers} memory layers ({model.memory.kind})."
+        kind = kind[:-1] + f" and {model.num_memory_layers} memory layers ({model.memory_kinds})."
     return kind
 
 

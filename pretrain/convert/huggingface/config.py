@@ -11,6 +11,7 @@ import torch
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig, Ngrams, Scoring
 from megamem.placement.block_plan import inserted_blocks, plan_blocks
+from megamem.placement.placed import PlacedMemory
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.tensors import TensorInfo
@@ -139,7 +140,8 @@ def exported_config(
     }
     if architecture != OWN:
         return {**config, "hidden_act": "silu", "attention_dropout": 0.0, **_IDLE[architecture]}
-    moe, latent, memory = None, None, _memory(model, seed, tensors)
+    moe, latent = None, None
+    memories = {key.removeprefix("model."): _memory(model, key, seed, tensors) for key in model.families}
     if model.latent_attention is not None:
         latent = to_dict(model.latent_attention)
     if model.moe is not None:
@@ -158,7 +160,9 @@ def exported_config(
         "qkv_bias": model.qkv_bias,
         "latent_attention": latent,
         "moe": moe,
-        "memory": None if memory is None else {**memory, "table_bits": table_bits},
+        "memory": None,
+        "second_memory": None,
+        **{key: {**memory, "table_bits": table_bits} for key, memory in memories.items()},
         "memory_device": None,
         "native": _native(model, seed),
     }
@@ -172,26 +176,26 @@ def _native(model: ModelConfig, seed: int) -> dict[str, Any]:
     return {"seed": seed, "model": plain["model"]}
 
 
-def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
-    memory = model.memory
-    if memory is None:
-        return None
-    if model.second_memory is not None:
-        raise _unknown(model, f"beside model.second_memory.kind {model.second_memory.kind}")
+def _memory(model: ModelConfig, key: str, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The memories of the family that `key` configures."""
+    memory = model.families[key]
     if memory.control != "none":
-        raise _unknown(model, f"with model.memory.control {memory.control}, a control of comparisons")
+        raise _unknown(key, memory, f"with {key}.control {memory.control}, a control of comparisons")
     scoring = memory.scoring
     if scoring is None:
-        raise _unknown(model, "which chooses what it reads neither by scores nor by tokens")
+        raise _unknown(key, memory, "which chooses what it reads neither by scores nor by tokens")
     needed, options = _WEIGHTS[scoring]
-    ngrams = memory.ngrams(len(model.memory_spans))
+    of_family = [(index, layer) for index, layer in enumerate(model.memory_layers) if layer.memory.kind == memory.kind]
+    banks = [bank for bank in model.memory_plan.banks if model.family_of_bank(bank.index).kind == memory.kind]
+    ngrams = memory.ngrams(len(of_family))
     layers: list[dict[str, Any]] = []
     plans = plan_blocks(model)
-    for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
+    for index, layer in of_family:
+        span, view = layer.span, layer.view
         weights = memory_weights(model, index, tensors)
         if not needed <= weights.keys() <= needed | options:
             odd = sorted((needed - weights.keys()) | (weights.keys() - needed - options))
-            raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(odd)}")
+            raise _unknown(key, memory, f"whose weights are others than the exported model's: {', '.join(odd)}")
         layers.append(
             {
                 "block": span.read,
@@ -203,8 +207,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
                 "first_row": view.first_row,
                 "num_rows": view.num_rows,
                 # The rows that entries, or hashes, stand for.
-                **({"round_keys": _round_keys(model, index, seed)} if scoring in _BY_KEYS else {}),
-                **({} if ngrams is None else {"head_rows": list(ngrams.head_rows[index])}),
+                **({"round_keys": _round_keys(layer, seed)} if scoring in _BY_KEYS else {}),
+                **({} if ngrams is None else {"head_rows": list(ngrams.head_rows[layer.number])}),
                 "weights": {name: list(info.shape) for name, info in weights.items()},
             }
         )
@@ -216,7 +220,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         "num_sums": memory.lookup.bins,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
-        "bank_rows": [bank.num_rows for bank in model.memory_plan.banks],
+        "first_bank": banks[0].index,
+        "bank_rows": [bank.num_rows for bank in banks],
         "layers": layers,
     }
 
@@ -251,19 +256,17 @@ def _ngram_settings(ngrams: Ngrams) -> dict[str, Any]:
     }
 
 
-def _round_keys(model: ModelConfig, index: int, seed: int) -> list[int] | None:
+def _round_keys(layer: PlacedMemory, seed: int) -> list[int] | None:
     """Round keys of a memory layer's shuffle; None: it has none that is drawn from a seed."""
-    memory, view = model.memory, model.memory_plan.views[index]
+    memory = layer.memory
     if not isinstance(memory, TuckerConfig) or memory.shuffle != "keyed":
         return None
-    return list(KeyedShuffle(memory.expansion * view.num_keys, seed=seed, name=model.memory_name(index)).round_keys)
+    return list(KeyedShuffle(memory.expansion * layer.view.num_keys, seed=seed, name=layer.name).round_keys)
 
 
-def _unknown(model: ModelConfig, why: str) -> CheckpointError:
-    assert model.memory is not None
+def _unknown(key: str, memory: MemoryConfig, why: str) -> CheckpointError:
     return CheckpointError(
-        f"model.memory.kind is {model.memory.kind}, {why}: such a model cannot be exported to Hugging Face; "
-        "convert it to another format"
+        f"{key}.kind is {memory.kind}, {why}: such a model cannot be exported to Hugging Face; convert it to another format"
     )
 
 

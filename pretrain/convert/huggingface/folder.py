@@ -95,9 +95,11 @@ def write_small_files(
         _write_json(folder / GENERATION_FILE, generation)
         write_tokenizer(tokenizer, folder, sequence_length=config.train.sequence_length)
         (folder / CARD_FILE).write_text(model_card(sized, figures, name=config.name), encoding="utf-8")
-        for key, buffer in _kept_files(config).items():
-            name = f"{config.model.memory_name(0)}.{buffer}"
-            np.save(folder / _file_of(key), source.read(tensors[name].whole(name)).numpy())
+        for layer in config.model.memory_layers:
+            # All layers of a family have the same.
+            for key, buffer in layer.memory.kept_files.items() if layer.number == 0 else ():
+                name = f"{layer.name}.{buffer}"
+                np.save(folder / _file_of(key), source.read(tensors[name].whole(name)).numpy())
         if architecture_of(config.model) == OWN:
             for name in _REMOTE_CODE:
                 code = (Path(__file__).parent / "remote_code" / name).read_text(encoding="utf-8")
@@ -125,21 +127,17 @@ def changed_code(folder: Path) -> list[str] | None:
     )
 
 
-def _kept_files(config: RunConfig) -> Mapping[str, str]:
-    return {} if config.model.memory is None else config.model.memory.kept_files
-
-
 def _file_of(key: str) -> str:
     return f"{key}.npy"
 
 
 def _with_files(config: RunConfig, place: Callable[[str], str]) -> RunConfig:
-    """The configuration whose memory finds its files where `place` says, given a name in the folder."""
-    memory = config.model.memory
-    found: dict[str, Any] = {key: place(_file_of(key)) for key in _kept_files(config)}
-    if memory is None or not found:
-        return config
-    return replace(config, model=replace(config.model, memory=replace(memory, **found)))
+    """The configuration whose memories find their files where `place` says, given a name in the folder."""
+    placed: dict[str, Any] = {}
+    for section, memory in config.model.families.items():
+        found: dict[str, Any] = {key: place(_file_of(key)) for key in memory.kept_files}
+        placed[section.removeprefix("model.")] = replace(memory, **found)
+    return replace(config, model=replace(config.model, **placed))
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -221,13 +219,24 @@ def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
         raise refused(str(folder / CONFIG_FILE), "memory.table_bits", bits, f"it may be null, {allowed}")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     try:
-        return RestoredTables(source, bits, memory["tables"], dtypes[content["dtype"]])
+        return RestoredTables(source, bits, _table_widths(content), dtypes[content["dtype"]])
     except (KeyError, TypeError, AttributeError) as error:
         path = folder / CONFIG_FILE
         raise CheckpointError(
             f"{path}: memory.table_bits is {bits}, and nothing says how wide tables are, or of which dtype ({error!r}): copy "
             "the folder again"
         ) from error
+
+
+def _table_widths(content: Mapping[str, Any]) -> dict[str, int]:
+    """Columns of all tables, by Hugging Face's names, as a configuration has them."""
+    return {
+        f"model.banks.{memory.get('first_bank', 0) + number}.{table}": width
+        for memory in (content["memory"], content.get("second_memory"))
+        if memory is not None
+        for number in range(len(memory["bank_rows"]))
+        for table, width in memory["tables"].items()
+    }
 
 
 def _read_config(path: Path) -> dict[str, Any]:

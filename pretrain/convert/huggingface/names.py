@@ -55,6 +55,12 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
     return {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
 
 
+def _module_of(model: ModelConfig, index: int) -> str:
+    """Name of a memory layer in its exported block, which may have one of each family."""
+    sections = {memory.kind: key.removeprefix("model.") for key, memory in model.families.items()}
+    return sections[model.memory_layers[index].memory.kind]
+
+
 def shared_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The weights of what all memory layers read together, by their names in it; `tensors` are ours."""
     return {name.removeprefix(_SHARED_READ): info for name, info in tensors.items() if name.startswith(_SHARED_READ)}
@@ -69,7 +75,7 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
     inner = {name.removeprefix("model."): info for name, info in theirs.items() if name.startswith("model.")}
     found = {name: info for name, info in inner.items() if name.startswith(_OF_ALL_LAYERS)}
     for index, span in enumerate(model.memory_spans):
-        prefix = f"model.layers.{span.read}.memory."
+        prefix = f"model.layers.{span.read}.{_module_of(model, index)}."
         for name, info in theirs.items():
             if name.startswith(prefix):
                 found[f"{model.memory_name(index)}.{name.removeprefix(prefix)}"] = info
@@ -89,7 +95,7 @@ def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
     for index in plan.memories:
         for name, info in memory_weights(model, index, tensors).items():
-            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
+            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}{_module_of(model, index)}.{name}", info.shape)
     if plan.has_ffn:
         is_beside = any(slot.module == "mlp" for slot in plan.slots)
         yield from _feed_forward(model, f"{ours}mlp.ffn." if is_beside else f"{ours}mlp.", f"{theirs}mlp.")
@@ -97,15 +103,14 @@ def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str
 
 def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """Plans of the blocks that have memories. Raises CheckpointError where the exported model has no place for one."""
-    plans = plan_blocks(model)
-    for slot in {slot for plan in plans.values() for slot in plan.slots}:
+    for layer in model.memory_layers:
+        slot = layer.memory.slot_of(layer.span)
         if not slot.is_exported:
-            assert model.memory is not None
             raise CheckpointError(
-                f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.name}, where exported "
-                "models have none: keep such a model in the native format"
+                f"memories of the kind {layer.memory.kind} act in the slot {slot.name}, where exported models have none: "
+                "keep such a model in the native format"
             )
-    return plans
+    return plan_blocks(model)
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:

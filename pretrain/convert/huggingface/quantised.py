@@ -59,12 +59,10 @@ class RestoredTables:
     """Tensors of an exported folder whose tables, records there, are rows again, as they were rounded."""
 
     def __init__(self, source: TensorReader, bits: int, widths: Mapping[str, int], dtype: torch.dtype) -> None:
-        """Restore tables of `source`, which are `widths` wide by their last names, in `dtype`."""
+        """Restore tables of `source`, which are `widths` wide by their names, in `dtype`."""
         self._source = source
         self._codecs = {
-            name: QuantisedRows(widths[name.rsplit(".", 1)[1]], dtype, bits)
-            for name in source.tensors
-            if _TABLE.fullmatch(name)
+            name: QuantisedRows(widths[name], dtype, bits) for name in source.tensors if _TABLE.fullmatch(name)
         }
         self._tensors = {
             name: TensorInfo((info.shape[0], self._codecs[name].width), dtype) if name in self._codecs else info

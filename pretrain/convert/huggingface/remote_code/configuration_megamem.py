@@ -28,12 +28,13 @@ class MegamemConfig(PreTrainedConfig):
             `num_heads`, `row_top_k` (rows and columns kept by the first stage), `top_k` (entries kept by the second),
             `num_scores` (per entry), `num_sums` (values are added up in), `activation` (of the pre-values' products:
             "none" or "gelu").
-            `tables`: columns of each table of a bank, by name. `table_bits`: None, or 8 or 4, codes of a row's elements. `bank_rows`: rows of each bank.
+            `tables`: columns of each table of a bank, by name. `table_bits`: None, or 8 or 4, codes of a row's elements.
+            `bank_rows`: rows of each bank; `first_bank`: the first one's number.
             `layers`: one mapping for each memory. It reads in `block`, with the normalised stream of block `queried`, and
-            its output is added after block `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip" (beside it, added later), or all
-            that the block adds, given the residual stream and attention ("inserted"), the stream and the heads of
-            attention without an output projection ("stream_and_heads"), attention ("projected") or its heads
-            ("block"). `layer_norm`: LayerNorm stands before that attention. It sees `num_rows` rows of bank `bank`
+            its output is added after block `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip"
+            (beside it, added later), or all that the block adds, given the residual stream and attention ("inserted"),
+            the stream and the heads of attention without an output projection ("stream_and_heads"), attention
+            ("projected") or its heads ("block"). `layer_norm`: LayerNorm stands before that attention. It sees `num_rows` rows of bank `bank`
             from `first_row` on. `round_keys`: of the shuffle, or None. `weights`: the shapes of its own weights.
             Where `scoring` is "ngrams", hashes of a token's n-grams say what is read, `slot` is "entry" (before
             attention), and there are instead: `max_order`, tokens of the longest n-gram; `boundary_id`, which stands
@@ -42,6 +43,8 @@ class MegamemConfig(PreTrainedConfig):
             Where `scoring` is "tokens", a token reads the `rows_per_token` rows of its id: `slot` is "values" or
             "latents" (mixed into those of attention, by gates for `num_gate_heads` equal parts), or, where blocks
             weigh the same normalised rows (`reads_once`), whose weights have `shared_weights` as shapes, as above.
+        second_memory: None, or the same of memories of another kind. A block may have one of each, if one acts in
+            attention.
         backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.
@@ -78,6 +81,7 @@ class MegamemConfig(PreTrainedConfig):
     use_cache: bool = True
     moe: Any = None
     memory: Any = None
+    second_memory: Any = None
     backbone: str | None = None
     memory_device: str | None = None
     hot_rows: int = 0
@@ -89,3 +93,8 @@ class MegamemConfig(PreTrainedConfig):
         if self.memory_device not in (None, "cpu"):
             raise ValueError(f"memory_device is {self.memory_device!r}: it may be null or 'cpu'")
         super().__post_init__(**others)
+
+    @property
+    def memories(self) -> list[dict[str, Any]]:
+        """The kinds of memories that there are."""
+        return [memory for memory in (self.memory, self.second_memory) if memory is not None]

@@ -111,6 +111,19 @@ def decoded(records: Tensor, width: int, bits: int) -> Tensor:
     return codes.view(torch.int8) * scales
 
 
+def banks_of(memory: dict[str, Any]) -> range:
+    """Numbers of the banks of one kind of memories."""
+    # Folders of earlier versions have one kind.
+    first = memory.get("first_bank", 0)
+    return range(first, first + len(memory["bank_rows"]))
+
+
+def rows_of_bank(memory: dict[str, Any], number: int) -> int:
+    """Rows of a bank of this kind of memories, by its number."""
+    rows: int = memory["bank_rows"][banks_of(memory).index(number)]
+    return rows
+
+
 class HotRows:
     """Rows of a table that are read often, kept where the model is, in its dtype.
 
@@ -155,16 +168,17 @@ class MegamemBank(nn.Module):
         hot: rows of those that are read often, by the table's name.
     """
 
-    def __init__(self, config: MegamemConfig, number: int) -> None:
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], number: int) -> None:
         super().__init__()
-        self.activation, self.num_sums = config.memory["activation"], config.memory["num_sums"]
-        self.names = tuple(config.memory["tables"])
+        self.activation, self.num_sums = memory["activation"], memory["num_sums"]
+        self.widths = memory["tables"]
+        self.names = tuple(self.widths)
         self.config, self.number = config, number
-        self.bits = config.memory.get("table_bits")
+        self.bits = memory.get("table_bits")
         self.on_host: dict[str, Tensor] = {}
         self.hot: dict[str, HotRows] = {}
-        rows = config.memory["bank_rows"][number]
-        for name, width in config.memory["tables"].items() if config.memory_device is None else ():
+        rows = rows_of_bank(memory, number)
+        for name, width in self.widths.items() if config.memory_device is None else ():
             if self.bits is None:
                 self.register_parameter(name, nn.Parameter(torch.empty(rows, width)))
             else:
@@ -206,13 +220,13 @@ class MegamemBank(nn.Module):
         if not self.config.hot_rows or isinstance(like, Proxy):
             return fetch(wanted)[places]
         if table not in self.hot:
-            self.hot[table] = HotRows(self.config.hot_rows, self.config.memory["tables"][table], like)
+            self.hot[table] = HotRows(self.config.hot_rows, self.widths[table], like)
         return self.hot[table].read(wanted, fetch)[places]
 
     def _plain(self, table: str, rows: Tensor, like: Tensor) -> Tensor:
         """Rows [n, columns] in the dtype of `like`, of those of a table, or their records."""
         if self.bits is not None:
-            rows = decoded(rows, self.config.memory["tables"][table], self.bits)
+            rows = decoded(rows, self.widths[table], self.bits)
         return rows.to(like.dtype)
 
     def forward(self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, sums: Tensor | None) -> Tensor:
@@ -274,9 +288,9 @@ class MegamemMemory(nn.Module):
     permutation: Tensor
     expansion: Tensor
 
-    def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
         super().__init__()
-        self.memory, self.layer, self.epsilon = config.memory, layer, config.rms_norm_eps
+        self.memory, self.layer, self.epsilon = memory, layer, config.rms_norm_eps
         for name, shape in layer["weights"].items():
             if name == "permutation":
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))
@@ -286,7 +300,7 @@ class MegamemMemory(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         keys = layer["round_keys"]
-        self.num_keys = layer["weights"]["keys"][1 if config.memory["scoring"] == "rows" else 2]
+        self.num_keys = layer["weights"]["keys"][1 if memory["scoring"] == "rows" else 2]
         self.shuffle = None if keys is None else Shuffle(self.num_keys, keys)
 
     def forward(self, hidden: Tensor, look_up: LookUp) -> Tensor:
@@ -397,7 +411,7 @@ class MegamemMemory(nn.Module):
             entries = self.shuffle(entries)
         elif self._weight("permutation") is not None:
             entries = self.permutation[entries]
-        num_rows, num_bank_rows = self.layer["num_rows"], self.memory["bank_rows"][self.layer["bank"]]
+        num_rows, num_bank_rows = self.layer["num_rows"], rows_of_bank(self.memory, self.layer["bank"])
         rows = (entries % num_rows + self.layer["first_row"]) % num_bank_rows
         if self.memory["scoring"] == "heads":
             heads = torch.arange(self.memory["num_heads"], device=rows.device)

@@ -6,6 +6,7 @@ Legend: b sequences, s tokens of each, D hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from .attention_megamem import (
     rotations,
 )
 from .configuration_megamem import MegamemConfig
-from .memory_megamem import Banks, MegamemBank, MegamemMemory
+from .memory_megamem import Banks, MegamemBank, MegamemMemory, banks_of
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
 from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
@@ -39,6 +40,23 @@ memories of later blocks read with it."""
 
 # Kinds of memories, whose parameters are their own.
 _MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemTokenMixture)
+# Slots of memories that are all that their block adds, and those among them that are given the residual stream too.
+_INSERTED, _GIVEN_STREAM = {"inserted", "stream_and_heads", "projected", "block"}, {"inserted", "stream_and_heads"}
+# Slots of memories that are given the heads of attention, which then has no output projection.
+_GIVEN_HEADS = {"stream_and_heads", "block"}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens, as memories read them that they address: by n-grams, by their ids, or, of two kinds, by both."""
+
+    ngrams: Ngrams | None = None
+    rows: TokenRows | None = None
+
+    def to(self, device: torch.device) -> Tokens:
+        return Tokens(
+            None if self.ngrams is None else self.ngrams.to(device), None if self.rows is None else self.rows.to(device)
+        )
 
 
 class MegamemMLP(nn.Module):
@@ -106,44 +124,37 @@ class MegamemBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
         super().__init__()
-        layers = config.memory["layers"] if config.memory is not None else []
-        here = next((layer for layer in layers if layer["block"] == layer_idx), None)
-        self.slot = None if here is None else here["slot"]
-        self.inserted = self.slot in ("inserted", "stream_and_heads", "projected", "block")
-        norm = MegamemLayerNorm if here is not None and here["layer_norm"] else MegamemRMSNorm
+        layers = [(memory, layer) for memory in config.memories for layer in memory["layers"]]
+        here = [(memory, layer) for memory, layer in layers if layer["block"] == layer_idx]
+        slots = {layer["slot"] for _, layer in here}
+        self.inserted, self.adds_stream = not slots.isdisjoint(_INSERTED), not slots.isdisjoint(_GIVEN_STREAM)
+        norm = MegamemLayerNorm if any(layer["layer_norm"] for _, layer in here) else MegamemRMSNorm
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        projects = self.slot not in ("stream_and_heads", "block")
+        projects = slots.isdisjoint(_GIVEN_HEADS)
         if config.latent_attention is None:
             self.self_attn: nn.Module = MegamemAttention(config, layer_idx, projects=projects)
         else:
-            mixes_keys = self.slot == "latents"
+            mixes_keys = "latents" in slots
             self.self_attn = MegamemLatentAttention(config, layer_idx, projects=projects, mixes_keys=mixes_keys)
         if not self.inserted:
             self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
-        if self.slot in (None, "beside", "skip", "entry", "values", "latents"):
+        if not self.inserted and "instead" not in slots:
             dense = config.moe is None
             self.mlp = MegamemMLP(config.hidden_size, config.intermediate_size) if dense else MegamemExperts(config)
         self.memory: nn.Module | None = None
-        if here is not None:
-            match config.memory["scoring"]:
-                case "ngrams":
-                    self.memory = MegamemNgramMemory(config, here)
-                case "tokens" if self.slot in ("values", "latents"):
-                    self.memory = MegamemMixedValues(config, here)
-                case "tokens":
-                    self.memory = MegamemTokenMixture(config, here)
-                case _:
-                    self.memory = MegamemMemory(config, here)
-        self.lends_query = any(layer["queried"] == layer_idx < layer["block"] for layer in layers)
-        self.is_added_later = here is not None and here["added_after"] > layer_idx
+        self.second_memory: nn.Module | None = None
+        for memory, layer in here:
+            setattr(self, "memory" if memory is config.memory else "second_memory", _made(config, memory, layer))
+        self.lends_query = any(layer["queried"] == layer_idx < layer["block"] for _, layer in layers)
+        self.is_added_later = any(layer["added_after"] > layer_idx for _, layer in here)
         self.layer_idx, self.num_blocks = layer_idx, config.num_hidden_layers
 
     def forward(
         self,
         h: Tensor,
         banks: Banks,
-        tokens: Ngrams | TokenRows | None = None,
+        tokens: Tokens | None = None,
         query: Tensor | None = None,
         **kwargs: Any,
     ) -> BlockOutput:
@@ -154,33 +165,51 @@ class MegamemBlock(GradientCheckpointingLayer):
             query: the normalised stream of the block that the memory reads with, if that is an earlier one.
             kwargs: for attention.
         """
-        if isinstance(self.memory, MegamemNgramMemory) and isinstance(tokens, Ngrams):
-            recent = tokens.paged or recent_tokens(kwargs["past_key_values"], self.num_blocks)
-            h = h + self.memory(h, banks[self.memory.layer["bank"]], tokens, recent)
-        if isinstance(self.memory, MegamemMixedValues) and isinstance(tokens, TokenRows):
-            kwargs["mix"] = partial(self.memory, ids=tokens.ids, look_up=banks[self.memory.layer["bank"]])
+        tokens = Tokens() if tokens is None else tokens
+        memories = [memory for memory in (self.memory, self.second_memory) if memory is not None]
+        for memory in memories:
+            if isinstance(memory, MegamemNgramMemory) and tokens.ngrams is not None:
+                recent = tokens.ngrams.paged or recent_tokens(kwargs["past_key_values"], self.num_blocks)
+                h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
+            if isinstance(memory, MegamemMixedValues) and tokens.rows is not None:
+                kwargs["mix"] = partial(memory, ids=tokens.rows.ids, look_up=banks[memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), **kwargs)
+        # Such a kind is the only one of its model.
         if self.inserted and isinstance(self.memory, MegamemMemory):
             if attended.shape != h.shape:
                 raise ValueError(
                     f"block {self.layer_idx}: the memory reads all heads of attention, and tensor parallelism split "
                     "them: run this model with a tensor-parallel size of 1"
                 )
-            given = h + attended if self.slot in ("inserted", "stream_and_heads") else attended
+            given = h + attended if self.adds_stream else attended
             return h + self.memory(given, banks[self.memory.layer["bank"]]), None, weights, None
         h = h + attended
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
         later = None
-        if isinstance(self.memory, MegamemTokenMixture) and isinstance(tokens, TokenRows):
-            outputs.append(self.memory(normal, tokens.shared))
-        if isinstance(self.memory, MegamemMemory):
-            output = self.memory(normal if query is None else query, banks[self.memory.layer["bank"]])
-            if self.is_added_later:
-                later = output
-            else:
-                outputs.append(output)
+        for memory in memories:
+            if isinstance(memory, MegamemTokenMixture) and tokens.rows is not None:
+                outputs.append(memory(normal, tokens.rows.shared))
+            if isinstance(memory, MegamemMemory):
+                output = memory(normal if query is None else query, banks[memory.layer["bank"]])
+                if self.is_added_later:
+                    later = output
+                else:
+                    outputs.append(output)
         return h + sum(outputs[1:], outputs[0]), later, weights, normal if self.lends_query else None
+
+
+def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> nn.Module:
+    """A memory of a kind, for one layer."""
+    match memory["scoring"]:
+        case "ngrams":
+            return MegamemNgramMemory(config, memory, layer)
+        case "tokens" if layer["slot"] in ("values", "latents"):
+            return MegamemMixedValues(memory, layer)
+        case "tokens":
+            return MegamemTokenMixture(layer)
+        case _:
+            return MegamemMemory(config, memory, layer)
 
 
 class MegamemPreTrainedModel(PreTrainedModel):
@@ -240,15 +269,18 @@ class MegamemModel(MegamemPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MegamemBlock(config, number) for number in range(config.num_hidden_layers))
         self.norm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
-        layers = config.memory["layers"] if config.memory is not None else []
-        self.added_after = {layer["block"]: layer["added_after"] for layer in layers}
-        self.queried = {layer["block"]: layer["queried"] for layer in layers}
-        bank_rows = config.memory["bank_rows"] if config.memory is not None else []
-        self.banks = nn.ModuleDict({str(number): MegamemBank(config, number) for number in range(len(bank_rows))})
-        scoring = config.memory["scoring"] if config.memory is not None else None
-        self.reads_ngrams, self.reads_ids = scoring == "ngrams", scoring in ("ngrams", "tokens")
-        shares = scoring == "tokens" and config.memory["reads_once"]
-        self.shared_read = MegamemSharedRead(config) if shares else None
+        layers = [layer for memory in config.memories for layer in memory["layers"]]
+        # Of a block's two memories one acts in attention, which hands nothing on.
+        self.added_after = {x["block"]: x["added_after"] for x in layers if x["added_after"] > x["block"]}
+        self.queried = {x["block"]: x["queried"] for x in layers if x["queried"] < x["block"]}
+        banks = [(number, memory) for memory in config.memories for number in banks_of(memory)]
+        self.banks = nn.ModuleDict({str(number): MegamemBank(config, memory, number) for number, memory in banks})
+        by_scoring = {memory["scoring"]: memory for memory in config.memories}
+        self.by_ngrams, by_ids = by_scoring.get("ngrams"), by_scoring.get("tokens")
+        self.reads_rows, self.reads_ids = by_ids is not None, not by_scoring.keys().isdisjoint(("ngrams", "tokens"))
+        self.shared_read = None
+        if by_ids is not None and by_ids["reads_once"]:
+            self.shared_read = MegamemSharedRead(config, by_ids)
         self.pages = MegamemPages()
         self.post_init()
 
@@ -338,19 +370,28 @@ class MegamemModel(MegamemPreTrainedModel):
 
     def _tokens(
         self, input_ids: Tensor, h: Tensor, banks: Banks, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Ngrams | TokenRows:
-        """The tokens' rows, or their n-grams; the cache keeps what those of the next tokens need.
+    ) -> Tokens:
+        """The tokens' rows, and their n-grams, where memories read them; see `_ngrams`."""
+        rows = None
+        if self.reads_rows:
+            rows = TokenRows(input_ids, None if self.shared_read is None else self.shared_read(input_ids, h, banks[0]))
+        if self.by_ngrams is None:
+            return Tokens(rows=rows)
+        return Tokens(self._ngrams(input_ids, self.by_ngrams, position_ids, mask, cache), rows)
+
+    def _ngrams(
+        self, input_ids: Tensor, memory: dict[str, Any], position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Ngrams:
+        """The tokens' n-grams; the cache keeps what those of the next tokens need.
 
         Raises:
             ValueError: an engine brings its attention and keeps no tokens.
         """
-        if not self.reads_ngrams:
-            return TokenRows(input_ids, None if self.shared_read is None else self.shared_read(input_ids, h, banks[0]))
         config = self.config
         if config._attn_implementation == ENGINE:
             paged = self.pages.of_step(self.layers[0].get_submodule("self_attn"), position_ids)
             if paged is not None:
-                return ngrams_of(input_ids, position_ids, config.memory, paged)
+                return ngrams_of(input_ids, position_ids, memory, paged)
         elif config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(
                 f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
@@ -359,7 +400,7 @@ class MegamemModel(MegamemPreTrainedModel):
             )
         is_continued = cache is not None and int(cache.get_seq_length()) > 0
         places = places_in_texts(position_ids, mask, is_continued=is_continued)
-        return ngrams_of(input_ids, places, config.memory, recent_tokens(cache, config.num_hidden_layers))
+        return ngrams_of(input_ids, places, memory, recent_tokens(cache, config.num_hidden_layers))
 
 
 class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
@@ -373,7 +414,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         self.model = MegamemModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # What was forgotten cannot be taken back, as assisted generation does.
-        self._is_stateful = self.model.reads_ngrams
+        self._is_stateful = self.model.by_ngrams is not None
         self.post_init()
 
     @can_return_tuple

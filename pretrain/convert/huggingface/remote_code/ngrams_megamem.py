@@ -191,11 +191,11 @@ class MegamemNgramMemory(nn.Module):
     multipliers: Tensor
     token_map: Tensor
 
-    def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
         super().__init__()
-        self.memory, self.layer = config.memory, layer
+        self.memory, self.layer = memory, layer
         # Folders of earlier versions name none.
-        own = config.memory.get("epsilons", [None] * 3)
+        own = memory.get("epsilons", [None] * 3)
         self.key_epsilon, self.query_epsilon, self.conv_epsilon = (
             config.rms_norm_eps if each is None else each for each in own
         )

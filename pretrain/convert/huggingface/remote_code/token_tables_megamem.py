@@ -64,9 +64,9 @@ class MegamemMixedValues(nn.Module):
 
     gate_proj: Tensor
 
-    def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
+    def __init__(self, memory: dict[str, Any], layer: dict[str, Any]) -> None:
         super().__init__()
-        self.memory, self.layer = config.memory, layer
+        self.memory, self.layer = memory, layer
         self.gate_proj = nn.Parameter(torch.empty(layer["weights"]["gate_proj"]))
 
     def forward(self, values: Tensor, x: Tensor, ids: Tensor, look_up: LookUp) -> Tensor:
@@ -113,9 +113,9 @@ class MegamemSharedRead(nn.Module):
 
     gain: Tensor
 
-    def __init__(self, config: MegamemConfig) -> None:
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any]) -> None:
         super().__init__()
-        self.memory, self.epsilon = config.memory, config.rms_norm_eps
+        self.memory, self.epsilon = memory, config.rms_norm_eps
         self.has_gain = "gain" in self.memory["shared_weights"]
         if self.has_gain:
             self.gain = nn.Parameter(torch.empty(self.memory["shared_weights"]["gain"]))
@@ -139,7 +139,7 @@ class MegamemTokenMixture(nn.Module):
 
     router: Tensor
 
-    def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
+    def __init__(self, layer: dict[str, Any]) -> None:
         super().__init__()
         self.layer = layer
         self.router = nn.Parameter(torch.empty(layer["weights"]["router"]))
