@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from megamem.config import ModelConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
+from megamem.placement.placed import PlacedMemory
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
 
@@ -57,8 +58,12 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
 
 def _module_of(model: ModelConfig, index: int) -> str:
     """Name of a memory layer in its exported block, which may have one of each family."""
-    sections = {memory.kind: key.removeprefix("model.") for key, memory in model.families.items()}
-    return sections[model.memory_layers[index].memory.kind]
+    return _section_of(model, model.memory_layers[index]).removeprefix("model.")
+
+
+def _section_of(model: ModelConfig, layer: PlacedMemory) -> str:
+    """Key of the section that configures a memory layer."""
+    return next(key for key, memory in model.families.items() if memory.kind == layer.memory.kind)
 
 
 def shared_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -107,8 +112,8 @@ def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
         slot = layer.memory.slot_of(layer.span)
         if not slot.is_exported:
             raise CheckpointError(
-                f"memories of the kind {layer.memory.kind} act in the slot {slot.name}, where exported models have none: "
-                "keep such a model in the native format"
+                f"{_section_of(model, layer)}.kind is {layer.memory.kind}, whose memories act in the slot {slot.name}, "
+                "where exported models have none: keep such a model in the native format"
             )
     return plan_blocks(model)
 
