@@ -152,7 +152,7 @@ def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig,
     resident = replace(config, optimizer=replace(config.optimizer, table_folder=None))
     for stage, on_device in zip(stages, stage_bytes(resident, WORLD), strict=True):
         assert on_device.held - stage.held == pytest.approx(stage.files)
-    assert held_bytes(config, WORLD).files in [stage.files for stage in stages]
+    assert held_bytes(config, WORLD).files == max(stage.files for stage in stages)
 
 
 def test_layers_that_share_a_bank_fetch_its_rows_once() -> None:

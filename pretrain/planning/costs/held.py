@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
@@ -16,12 +16,12 @@ from pretrain.planning.costs.weights import local_dense, local_tables, trained_d
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on the device of a rank; activations and buffers come on top.
+    """Bytes of a rank on its device, and in files; activations and buffers come on top.
 
     Attributes:
         model: weights and gradients of its part of the model.
         optimizer: its share of main weights and moments.
-        files: of its parts of tables, and their state, in files.
+        files: parts of tables, and their state, in files.
     """
 
     model: float
@@ -34,10 +34,13 @@ class HeldBytes:
 
 
 def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
-    """Bytes that a rank of the fullest of all stages holds on `num_ranks` ranks; without `model.vocab_size` embeddings are
-    not counted."""
-    division = Division.of(config, num_ranks)
-    return max((_of_stage(config, stage, division) for stage in stages_of(config)), key=lambda held: held.total)
+    """Bytes that a rank of the fullest of all stages holds on `num_ranks` ranks, and of that with the most in files.
+
+    Without `model.vocab_size` embeddings are not counted.
+    """
+    division, stages = Division.of(config, num_ranks), stages_of(config)
+    fullest = max((_on_device(config, stage, division) for stage in stages), key=lambda held: held.total)
+    return replace(fullest, files=max(bytes_in_files(config, stage) for stage in stages))
 
 
 def state_bytes(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
@@ -89,7 +92,7 @@ def bytes_in_files(config: RunConfig, stage: Stage) -> float:
     )
 
 
-def _of_stage(config: RunConfig, stage: Stage, division: Division) -> HeldBytes:
+def _on_device(config: RunConfig, stage: Stage, division: Division) -> HeldBytes:
     state = state_bytes(config, stage, division)
     optimizer = state[MemoryPart.OPTIMIZER] + state[MemoryPart.TABLE_OPTIMIZER]
-    return HeldBytes(sum(state.values()) - optimizer, optimizer, bytes_in_files(config, stage))
+    return HeldBytes(sum(state.values()) - optimizer, optimizer)
