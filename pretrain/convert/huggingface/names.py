@@ -56,16 +56,6 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
     return {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
 
 
-def _module_of(model: ModelConfig, index: int) -> str:
-    """Name of a memory layer in its exported block, which may have one of each family."""
-    return _section_of(model, model.memory_layers[index]).removeprefix("model.")
-
-
-def _section_of(model: ModelConfig, layer: PlacedMemory) -> str:
-    """Key of the section that configures a memory layer."""
-    return next(key for key, memory in model.families.items() if memory.kind == layer.memory.kind)
-
-
 def shared_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The weights of what all memory layers read together, by their names in it; `tensors` are ours."""
     return {name.removeprefix(_SHARED_READ): info for name, info in tensors.items() if name.startswith(_SHARED_READ)}
@@ -85,6 +75,16 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
             if name.startswith(prefix):
                 found[f"{model.memory_name(index)}.{name.removeprefix(prefix)}"] = info
     return found
+
+
+def _module_of(model: ModelConfig, index: int) -> str:
+    """Name of a memory layer in its exported block, which may have one of each family."""
+    return _section_of(model, model.memory_layers[index]).removeprefix("model.")
+
+
+def _section_of(model: ModelConfig, layer: PlacedMemory) -> str:
+    """Key of the section that configures a memory layer."""
+    return next(key for key, memory in model.families.items() if memory.kind == layer.memory.kind)
 
 
 def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
