@@ -14,7 +14,7 @@ from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import Backbone, MemoryConfig
 from megamem.placement.placed import Placed, PlacedMemory, place
-from megamem.placement.sharing import SharingPlan
+from megamem.placement.sharing import BankSpec, SharingPlan
 from megamem.placement.spans import Span, count_memory_layers, resolve_placement
 from megamem.width_config import MupConfig, WidthRules
 
@@ -377,6 +377,10 @@ class ModelConfig(Config):
     def family_of_bank(self, bank: int) -> MemoryConfig:
         """The family whose layers read a bank, by the bank's number."""
         return self.placed.families[bank]
+
+    def banks_of(self, memory: MemoryConfig) -> tuple[BankSpec, ...]:
+        """The banks that a family's layers read."""
+        return tuple(bank for bank in self.memory_plan.banks if self.family_of_bank(bank.index).kind == memory.kind)
 
     @property
     def balanced_sequences(self) -> dict[str, int]:

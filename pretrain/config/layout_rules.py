@@ -294,7 +294,7 @@ def _parts_of_tables(config: RunConfig, key: str, memory: MemoryConfig) -> Itera
             "tokens come, which no shuffle spreads over the parts: use parallel.memory_rows: 1"
         )
     model = config.model
-    banks = [bank for bank in model.memory_plan.banks if model.family_of_bank(bank.index).kind == memory.kind]
+    banks = model.banks_of(memory)
     num_rows = {bank.num_rows for bank in banks}
     for number in sorted(num_rows):
         if number % row_parts:

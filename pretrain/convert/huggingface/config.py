@@ -186,7 +186,7 @@ def _memory(model: ModelConfig, key: str, seed: int, tensors: Mapping[str, Tenso
         raise _unknown(key, memory, "which chooses what it reads neither by scores nor by tokens")
     needed, options = _WEIGHTS[scoring]
     of_family = [(index, layer) for index, layer in enumerate(model.memory_layers) if layer.memory.kind == memory.kind]
-    banks = [bank for bank in model.memory_plan.banks if model.family_of_bank(bank.index).kind == memory.kind]
+    banks = model.banks_of(memory)
     ngrams = memory.ngrams(len(of_family))
     layers: list[dict[str, Any]] = []
     plans = plan_blocks(model)

@@ -53,10 +53,8 @@ def stored_table(config: RunConfig) -> float:
 
 def elements_of_tables(model: ModelConfig) -> list[tuple[MemoryConfig, int]]:
     """Elements of the tables of each family."""
-    banks = [(model.family_of_bank(bank.index).kind, bank.num_rows) for bank in model.memory_plan.banks]
     return [
-        (memory, sum(num_rows for kind, num_rows in banks if kind == memory.kind) * memory.row_width)
-        for memory in model.memories
+        (memory, sum(bank.num_rows for bank in model.banks_of(memory)) * memory.row_width) for memory in model.memories
     ]
 
 

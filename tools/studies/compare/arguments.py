@@ -126,13 +126,8 @@ def command_line(args: argparse.Namespace, name: str, *options: str) -> str:
         options: that it has to itself, beside those of this file.
     """
     words = ["megamem", "study", name, *args.configs, *args.overrides, *options]
-    words += [
-        "--seeds",
-        ",".join(map(str, args.seeds)),
-        *_controls_option(args.controls),
-        "--run-dir",
-        str(args.run_dir),
-    ]
+    words += ["--seeds", ",".join(map(str, args.seeds)), *_controls_option(args.controls)]
+    words += ["--run-dir", str(args.run_dir)]
     words += ["--nproc", str(args.nproc)] if args.nproc else []
     words += ["--report", str(args.report)] if args.report else []
     return shlex.join(words)

@@ -277,7 +277,7 @@ class MegamemModel(MegamemPreTrainedModel):
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, memory, number) for number, memory in banks})
         by_scoring = {memory["scoring"]: memory for memory in config.memories}
         self.by_ngrams, by_ids = by_scoring.get("ngrams"), by_scoring.get("tokens")
-        self.reads_rows, self.reads_ids = by_ids is not None, not by_scoring.keys().isdisjoint(("ngrams", "tokens"))
+        self.reads_rows = by_ids is not None
         self.shared_read = None
         if by_ids is not None and by_ids["reads_once"]:
             self.shared_read = MegamemSharedRead(config, by_ids)
@@ -334,7 +334,7 @@ class MegamemModel(MegamemPreTrainedModel):
             position_ids=position_ids,
         )
         banks, tokens = Banks(self.banks), None
-        if self.reads_ids:
+        if self.reads_rows or self.by_ngrams is not None:
             if input_ids is None:
                 raise ValueError("inputs_embeds are given, but token ids address the memory: give input_ids")
             plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
