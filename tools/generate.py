@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +188,7 @@ def _read_prompt(file: str) -> str:
 
 def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, request: Request) -> None:
     """Generate on one rank. All of them get the same ids, and so end every sample at the same one."""
+    from pretrain.data.streamed_text import streamed_text
     from pretrain.engine.session import session
     from pretrain.evaluation.generate import generate
     from pretrain.evaluation.restore import restore_model
@@ -229,7 +229,7 @@ def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, req
             )
             timed = pace.of(generated, num_prompt=1 + len(ids), context_tokens=config.train.sequence_length)
             with closing(generated):
-                for text in texts(timed, tokenizer, request.stops):
+                for text in streamed_text(timed, tokenizer, prompt=ids, stops=request.stops):
                     write(text)
             write("\n")
         if groups.is_main and pace.spent:
@@ -242,24 +242,6 @@ def _kept_in_words(config: RunConfig, request: Request) -> str:
     if not request.cached:
         return f"{expanded}no cache"
     return f"{expanded}cache {size_in_words(cached_bytes_per_token(model, element))} per token"
-
-
-def texts(ids: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str]) -> Iterator[str]:
-    """The text of ids as they come, up to the first of the texts that end it."""
-    # A character may be spread over several tokens: hold its first bytes back until the rest is there.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    held = ""
-    for token in ids:
-        held += decoder.decode(tokenizer.decode_bytes([token]))
-        ends = [place for stop in stops if (place := held.find(stop)) >= 0]
-        if ends:
-            yield held[: min(ends)]
-            return
-        # So much of what is there may be the beginning of such a text.
-        doubtful = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        yield held[: len(held) - doubtful]
-        held = held[len(held) - doubtful :]
-    yield held + decoder.decode(b"", final=True)
 
 
 def _write(text: str) -> None:

@@ -202,9 +202,15 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 if start == stop:
                     return counts
                 prompt = 0 if scored is None else int(scored.first[document] - scored.starts[document])
-                counts[number] += len(self.tokenizer.decode_bytes(self._read(min(start + prompt, stop), stop)))
+                # The answer's text is that of both without the prompt's: tokens have none of their own.
+                counts[number] += self._num_text_bytes(start, stop) - self._num_text_bytes(
+                    start, min(start + prompt, stop)
+                )
                 start = stop
         return counts
+
+    def _num_text_bytes(self, start: int, stop: int) -> int:
+        return len(self.tokenizer.decode_bytes(self._read(start, stop)))
 
 
 def held_out_documents(entries: Entries) -> Iterator[bytes]:

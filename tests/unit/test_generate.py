@@ -25,6 +25,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.data.streamed_text import streamed_text
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
 from pretrain.evaluation.generate import generate
@@ -206,7 +207,7 @@ def test_equals_are_cut_where_their_sum_is_exact(top_k: int | None, top_p: float
 def test_a_stop_text_ends_the_text_and_is_no_part_of_it(stops: list[str], pieces: list[str], text: str) -> None:
     """Byte by byte, so that stop texts and characters come in parts."""
     ids = list("".join(pieces).encode())
-    told = list(command.texts(iter(ids), ByteTokenizer(), stops))
+    told = list(streamed_text(iter(ids), ByteTokenizer(), stops=stops))
     assert "".join(told) == text
     # Certain text is told at once.
     if not stops:
@@ -215,7 +216,7 @@ def test_a_stop_text_ends_the_text_and_is_no_part_of_it(stops: list[str], pieces
 
 def test_nothing_is_generated_past_a_stop_text() -> None:
     ids = iter(b"ab.cd")
-    assert "".join(command.texts(ids, ByteTokenizer(), ["."])) == "ab"
+    assert "".join(streamed_text(ids, ByteTokenizer(), stops=["."])) == "ab"
     assert bytes(ids) == b"cd"
 
 
