@@ -216,7 +216,7 @@ def _exported(args: argparse.Namespace) -> Path:
     from pretrain.convert.names import HUGGINGFACE
     from pretrain.convert.registry import FORMATS
     from tools.checkpoint.command import opened, size_in_bytes
-    from tools.checkpoint.convert import DTYPES, TABLE_BITS
+    from tools.checkpoint.convert import DTYPES, TABLE_BITS, warn_of_tokenizer
     from tools.checkpoint.phases import Phases
 
     source: Path = args.source
@@ -237,6 +237,7 @@ def _exported(args: argparse.Namespace) -> Path:
         with Phases() as phases:
             convert(checkpoint, kind, folder, target, Resources(2, size), on_start=phases.start)
         print(f"exported: {folder}", flush=True)
+        warn_of_tokenizer(folder, checkpoint.tokenizer)
     return folder
 
 

@@ -16,7 +16,12 @@ from pretrain.errors import ConfigError, DataError
 
 def check_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> Tokenizer:
     """The tokenizer that the data sets of a blend share; see `open_blend`."""
-    return open_blend(entries)[0].tokenizer
+    return shared_tokenizer(open_blend(entries))
+
+
+def shared_tokenizer(datasets: Sequence[PreparedDataset]) -> Tokenizer:
+    """The tokenizer of data sets that have one in common; it takes special tokens if it did for any of them."""
+    return next((each.tokenizer for each in datasets if each.tokenizer.special_tokens), datasets[0].tokenizer)
 
 
 def open_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[PreparedDataset]:

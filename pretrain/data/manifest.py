@@ -321,7 +321,7 @@ def _open_tokenizer(folder: Path, info: TokenizerInfo) -> Tokenizer:
     }
     if info.kind not in specs:
         raise damaged(folder, f"unknown tokenizer kind {info.kind!r}")
-    tokenizer = load_tokenizer(specs[info.kind], info.eod_token)
+    tokenizer = load_tokenizer(specs[info.kind], info.eod_token, special_tokens=info.special_tokens)
     if tokenizer.fingerprint != info.fingerprint:
         raise damaged(folder, "its tokenizer is not the one that made the tokens")
     return tokenizer

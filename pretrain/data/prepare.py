@@ -228,6 +228,8 @@ class _Job:
             request.append({"cut_documents": self.tokenizing.cut_documents})
         if self.tokenizing.pair is not None:
             request.append({"pair": asdict(self.tokenizing.pair)})
+        if self.tokenizer.special_tokens:
+            request.append({"special_tokens": True})
         return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
     def manifest(self, splits: dict[str, SplitInfo]) -> Manifest:

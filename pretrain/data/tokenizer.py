@@ -2,7 +2,7 @@
 
 One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and
 generation. It is text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask
-for are not applied, and text that looks like a special token is encoded as the text it is.
+for are not applied, and text that looks like a special token is encoded as the text it is, unless it is asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write, in_words
 from pretrain.config.suggest import did_you_mean_path
+from pretrain.data.named_end import named_end
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -44,13 +46,16 @@ class TokenizerInfo:
     kind: str
     """`bytes`, `codes` or `huggingface`."""
     fingerprint: str
-    """sha256 over everything that decides which ids a text becomes."""
+    """sha256 over everything that decides which ids a text becomes, and which one ends it."""
     vocab_size: int
     """One past its largest id."""
     eod: int
     """Id of the token that ends every document."""
     eod_token: str | None
     """The same as a token, for a Hugging Face tokenizer."""
+    special_tokens: bool = False
+    """True if text that reads as a special token became that token. Text became the text's tokens in any case, so data
+    prepared with it and without have the same fingerprint, and may be trained on together."""
 
 
 class Tokenizer(ABC):
@@ -61,11 +66,14 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     eod_token: str | None = None
+    special_tokens: bool = False
 
     @property
     def info(self) -> TokenizerInfo:
         """Record of the tokenizer in a prepared data set."""
-        return TokenizerInfo(self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token)
+        return TokenizerInfo(
+            self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token, self.special_tokens
+        )
 
     @property
     def pad(self) -> int:
@@ -101,6 +109,10 @@ class Tokenizer(ABC):
     def text_of(self, id: int) -> str:
         """Text of one id by itself, that of the end-of-document token too."""
         return self.name_of(id) if id == self.eod else self.detokenize([id])
+
+    def taking_special_tokens(self) -> Tokenizer:
+        """Tokenizer by which text that reads as a special token is that token; itself, where it has none."""
+        return self
 
     def name_of(self, id: int) -> str:
         """Name of one id, unlike all others' names."""
@@ -203,13 +215,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     kind = HUGGING_FACE
 
-    def __init__(self, definition: str, eod_token: str | None = None, origin: str = TOKENIZER_FILE) -> None:
+    def __init__(
+        self,
+        definition: str,
+        eod_token: str | None = None,
+        origin: str = TOKENIZER_FILE,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
         """Load a definition.
 
         Args:
             definition: content of the `tokenizer.json`.
             eod_token: the token that ends a document; None picks the first known name that the vocabulary has.
             origin: where the definition is from, for messages.
+            special_tokens: text that reads as a special token is that token, as in a chat model's own texts.
 
         Raises:
             DataError: the definition cannot be used, or has no such token.
@@ -225,7 +245,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True
+        self.special_tokens = special_tokens
+        # The package's word for taking them as text.
+        self._backend.encode_special_tokens = not special_tokens
         self.definition = definition
         self.eod_token = _choose_end_of_document(self._backend.get_vocab(), eod_token, origin)
         self.eod = self._backend.get_vocab()[self.eod_token]
@@ -234,7 +256,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(f"{canonical}\n{self.eod_token}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HuggingFaceTokenizer, (self.definition, self.eod_token)
+        return partial(HuggingFaceTokenizer, special_tokens=self.special_tokens), (self.definition, self.eod_token)
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Tokens beside those of the vocabulary of texts, special or not."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values()]
+
+    def taking_special_tokens(self) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -259,28 +289,37 @@ def _choose_end_of_document(vocabulary: dict[str, int], wanted: str | None, orig
         if wanted not in vocabulary:
             raise DataError(f"{origin}: the vocabulary has no token {wanted!r}. Name one that it has with --eod-token.")
         return wanted
-    for token in _END_OF_DOCUMENT_TOKENS:
-        if token in vocabulary:
-            return token
-    known = ", ".join(_END_OF_DOCUMENT_TOKENS)
-    raise DataError(f"{origin}: no token that ends a document (looked for {known}). Name it with --eod-token.")
+    known = [token for token in _END_OF_DOCUMENT_TOKENS if token in vocabulary]
+    if len(known) == 1:
+        return known[0]
+    looked_for = ", ".join(_END_OF_DOCUMENT_TOKENS)
+    found = (
+        f"{' and '.join(known)} may each end a document"
+        if known
+        else f"no token that ends a document (looked for {looked_for})"
+    )
+    raise DataError(f"{origin}: {found}. Name the one that does with --eod-token.")
 
 
-def load_tokenizer(spec: str | Path, eod_token: str | None = None) -> Tokenizer:
+def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_tokens: bool = False) -> Tokenizer:
     """A tokenizer by name or file.
 
     Args:
         spec: `bytes`, `codes:NUM_CODES,NUM_CLASSES`, a `tokenizer.json`, or a folder that holds one.
-        eod_token: token that ends a document (of a `tokenizer.json` alone); None picks a known one.
+        eod_token: token that ends a document (of a `tokenizer.json` alone); None takes the one that the files beside it
+            name, or else the only one of a known name.
+        special_tokens: text that reads as a special token is that token.
 
     Raises:
         DataError: there is no such tokenizer, or it cannot be used.
     """
     if str(spec) == BYTES or str(spec).startswith(f"{CODES}:"):
-        if eod_token is not None:
+        for option in (f"--eod-token {eod_token!r}",) * (eod_token is not None) + (
+            "--special-tokens",
+        ) * special_tokens:
             raise DataError(
-                f"The {'byte' if str(spec) == BYTES else 'code'} tokenizer has its own end-of-document token: leave "
-                f"--eod-token {eod_token!r} out."
+                f"The {'byte' if str(spec) == BYTES else 'code'} tokenizer has its own end-of-document token, and no other "
+                f"special one: leave {option} out."
             )
         return ByteTokenizer() if str(spec) == BYTES else CodeTokenizer.of(str(spec))
     path = Path(spec)
@@ -295,7 +334,8 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None) -> Tokenizer:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error}). Give a readable tokenizer.json.") from error
-    return HuggingFaceTokenizer(definition, eod_token, origin=str(path))
+    end = named_end(path) if eod_token is None else eod_token
+    return HuggingFaceTokenizer(definition, end, origin=str(path), special_tokens=special_tokens)
 
 
 def train_bpe(

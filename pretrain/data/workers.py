@@ -134,15 +134,27 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
     eod = np.array([how.tokenizer.eod], dtype=how.tokenizer.token_dtype)
     ids = iter(how.tokenizer.tokenize_batch([part for parts in texts for part in parts]))
     return [
-        TokenizedRecord(
-            record.origin,
-            record.file.input_index,
-            record.file_bytes,
-            tuple(Document(np.concatenate([next(ids), eod]), len(part.encode("utf-8"))) for part in parts),
+        _result(
+            record,
+            [Document(np.concatenate([next(ids), eod]), len(part.encode("utf-8"))) for part in parts],
             reason,
+            how.tokenizer,
         )
         for record, parts, reason in zip(batch, texts, reasons, strict=True)
     ]
+
+
+def _result(record: Record, documents: list[Document], reason: str | None, tokenizer: Tokenizer) -> TokenizedRecord:
+    """Result of a record. A text that ends in its middle is bad: there are as many ends as documents."""
+    if any((document.ids[:-1] == tokenizer.eod).any() for document in documents):
+        documents, reason = (
+            [],
+            (
+                f"its text becomes the token {tokenizer.eod_token}, which ends documents: name another end with --eod-token"
+                + (", or leave --special-tokens out" if tokenizer.special_tokens else "")
+            ),
+        )
+    return TokenizedRecord(record.origin, record.file.input_index, record.file_bytes, tuple(documents), reason)
 
 
 def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> list[TokenizedRecord]:
@@ -169,8 +181,7 @@ def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> 
             len(of_prompt),
             prompt_bytes,
         )
-        documents = (document,) if answer else ()
-        records.append(TokenizedRecord(record.origin, record.file.input_index, record.file_bytes, documents, reason))
+        records.append(_result(record, [document] if answer else [], reason, how.tokenizer))
     return records
 
 

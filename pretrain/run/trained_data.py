@@ -121,6 +121,15 @@ def how_to_prepare(tokenizer: os.PathLike[str]) -> str:
     )
 
 
+def knows_special_tokens(saved: SavedState) -> bool:
+    """True if a checkpoint was trained on special tokens: it goes on knowing them, whatever it is trained on next."""
+    try:
+        return open_saved_tokenizer(RunFolder(saved.path.parent.parent).tokenizer).special_tokens
+    except DataError:
+        # Checkpoints that were copied without their run say nothing.
+        return False
+
+
 def tokenizer_of(folder: RunFolder, saved: SavedState) -> Tokenizer:
     """The tokenizer that a run keeps, with which the checkpoint was trained.
 

@@ -23,7 +23,7 @@ from pretrain.config.loader import to_yaml
 from pretrain.config.position import batch_size_of_run, check_position, position_in_data, samples_to_come
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files
-from pretrain.data.blend import model_vocab_size, open_blend
+from pretrain.data.blend import model_vocab_size, open_blend, shared_tokenizer
 from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
@@ -41,7 +41,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.owner import Owner, owned
 from pretrain.run.preflight import check_gpu_memory
 from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_started
-from pretrain.run.trained_data import check_trained_data, data_read
+from pretrain.run.trained_data import check_trained_data, data_read, knows_special_tokens
 from pretrain.state import RunState
 
 
@@ -165,8 +165,10 @@ def open_run(
     """
     train = config.train
     datasets = open_blend(config.read_data)
-    tokenizer, trained_on = datasets[0].tokenizer, datasets[: len(config.data.datasets)]
+    tokenizer, trained_on = shared_tokenizer(datasets), datasets[: len(config.data.datasets)]
     saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
+    if saved is not None and knows_special_tokens(saved):
+        tokenizer = tokenizer.taking_special_tokens()
     trained = config.optimizer.trained_layers
     state = RunState().training(trained) if saved is None else saved.run
     check_position(config, state, folder.path if saved is None else saved.path)

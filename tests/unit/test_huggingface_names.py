@@ -298,7 +298,7 @@ def test_a_written_tokenizer_makes_the_same_ids(tmp_path: Path, bpe: Any, kind: 
     folder = tmp_path / "folder"
     folder.mkdir()
     write_tokenizer(tokenizer, folder, sequence_length=32)
-    read = read_tokenizer(folder, {})
+    read = read_tokenizer(folder)
     assert read.tokenize(TEXT) == tokenizer.tokenize(TEXT)
     assert read.detokenize(read.tokenize(TEXT)) == TEXT
     assert (read.eod, read.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
@@ -343,12 +343,13 @@ def test_documents_end_with_the_end_of_sequence_token(
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     if config.get("eos_token_id"):
         config = {"eos_token_id": [bpe.eod, 3]} if isinstance(config["eos_token_id"], list) else config
-    assert read_tokenizer(tmp_path, config).eod_token == token
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_tokenizer(tmp_path).eod_token == token
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="save_pretrained"):
-        read_tokenizer(tmp_path, {})
+        read_tokenizer(tmp_path)
 
 
 # --- whole folders ---

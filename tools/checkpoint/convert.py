@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,7 @@ from pretrain.convert.convert import Resources, convert
 from pretrain.convert.format import Target
 from pretrain.convert.names import HUGGINGFACE, NATIVE
 from pretrain.convert.registry import FORMATS
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
@@ -56,9 +59,20 @@ def run(args: argparse.Namespace) -> int:
         f"{size_in_words(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} of memory at most\n"
         f"written: {made.path}"
     )
+    warn_of_tokenizer(made.path, source.tokenizer)
     if not target.with_optimizer and source.optimizer_state:
         print("without optimizer state: a run that starts from it begins with fresh moments")
     return 0
+
+
+def warn_of_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Say where transformers reads a folder's tokenizer another way than training did, if it has one."""
+    if tokenizer is None or not FORMATS[HUGGINGFACE].is_at(folder):
+        return
+    from pretrain.convert.huggingface.tokenizer_check import tokenizer_difference
+
+    if (difference := tokenizer_difference(folder, tokenizer)) is not None:
+        print(f"warning: {difference}", file=sys.stderr)
 
 
 def _refuse_options_without_effect(args: argparse.Namespace) -> None:

@@ -109,9 +109,11 @@ def summary(dataset: PreparedDataset) -> str:
     """Lines on what a data set was made of, what it holds, and what was left out."""
     manifest = dataset.manifest
     tokenizer = manifest.tokenizer
+    end = "an id of their own" if tokenizer.eod_token is None else tokenizer.eod_token
     lines = [
         f"  inputs      {', '.join(manifest.sources['inputs'])} ({plural(manifest.sources['num_files'], 'file')})",
-        f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size} ids, documents end with id {tokenizer.eod}",
+        f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size} ids, documents end with {end} (id {tokenizer.eod})"
+        + (", texts of special tokens are these" if tokenizer.special_tokens else ""),
     ]
     for name, split in manifest.splits.items():
         per_token = f" ({split.num_bytes / split.num_tokens:.2f} per token)" if split.num_tokens else ""

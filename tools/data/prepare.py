@@ -61,7 +61,14 @@ def add_prepare(commands: Any) -> None:
     parser.add_argument(
         "--eod-token",
         metavar="TOKEN",
-        help="token that ends a document (default: <|endoftext|>, </s>, <eos> or the like, if there is one)",
+        help="token that ends a document (default: the one that the tokenizer's folder names, or else <|endoftext|>, </s>, "
+        "<eos> or the like, if the vocabulary has just one)",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="text that reads as a special token, as a chat model's own markers do, is that token (default: text like all "
+        "other, so that no document can forge one)",
     )
     parser.add_argument(
         "--validation-fraction",
@@ -102,7 +109,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     result = prepare(
         args.inputs,
         args.output,
-        load_tokenizer(args.tokenizer, args.eod_token),
+        load_tokenizer(args.tokenizer, args.eod_token, special_tokens=args.special_tokens),
         field_name=args.field,
         as_text=reads_as_text(args),
         pair=_pair(args),

@@ -182,7 +182,7 @@ def open_folder(folder: Path) -> Imported:
     padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
     _check_all_used(model, source.tensors, shapes_of(pair.theirs for pair in found), path)
-    return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
+    return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder))
 
 
 def _opened_files(folder: Path) -> TensorReader:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from pretrain.data.named_end import read_object
 from pretrain.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 _SETTINGS_FILE = "tokenizer_config.json"
+_SPLITS = "split_special_tokens"
 _BYTE_EOD = "<|endoftext|>"
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`. Texts become the ids that they became in training.
 
-    One difference: text that looks like the end-of-document token is that token, as everywhere in transformers.
+    Text that reads as a special token is split, as it was in training, unless training took it for the token: the row
+    of a token that no text ever became is a random one.
 
     Args:
         tokenizer: bytes, or a `tokenizer.json`.
@@ -33,6 +34,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int)
         "pad_token": eod_token,
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
+        _SPLITS: not tokenizer.special_tokens,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / TOKENIZER_FILE).write_text(definition, encoding="utf-8")
@@ -70,12 +72,10 @@ def _characters_of_bytes() -> dict[str, int]:
     return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token. Exported bytes are bytes.
 
-    Args:
-        folder: has a `tokenizer.json`.
-        config: the content of the folder's `config.json`.
+    Text that reads as a special token is that token, unless the folder says otherwise: its model knows it.
 
     Raises:
         DataError: there is none, it cannot be used, or nothing says which token ends a text.
@@ -85,33 +85,7 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
             f"{folder} has no {TOKENIZER_FILE}: load its tokenizer with transformers and save it there "
             "(`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)"
         )
-    read = load_tokenizer(folder / TOKENIZER_FILE, _end_of_text(folder, config))
+    splits = read_object(folder / _SETTINGS_FILE).get(_SPLITS, False)
+    read = load_tokenizer(folder / TOKENIZER_FILE, special_tokens=splits is not True)
     is_bytes = isinstance(read, HuggingFaceTokenizer) and json.loads(read.definition) == json.loads(_bytes_definition())
     return ByteTokenizer() if is_bytes else read
-
-
-def _end_of_text(folder: Path, config: Mapping[str, Any]) -> str | None:
-    settings: Any = {}
-    if (folder / _SETTINGS_FILE).is_file():
-        try:
-            settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
-            named = settings.get("eos_token")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{folder / _SETTINGS_FILE} cannot be read ({error}): copy the folder again") from error
-        # Older files write a token with its options.
-        named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str):
-            return named
-    wanted = config.get("eos_token_id")
-    wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted
-    vocabulary = _vocabulary(folder / TOKENIZER_FILE)
-    return next((token for token, number in vocabulary.items() if number == wanted), None)
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer as Backend
-
-    try:
-        return Backend.from_file(str(path)).get_vocab()
-    except Exception as error:  # the package raises bare Exception
-        raise DataError(f"{path}: not a usable tokenizer.json ({error})") from error

@@ -1,0 +1,57 @@
+"""An exported folder's tokenizer as transformers reads it, beside the one that the model was trained with."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from pretrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+_TEXTS = (
+    "The memory reads a few rows.  Two spaces, \ta tab, a line\nand a\r\nline of Windows'.\n\n\nThree lines",
+    " leading and trailing ",
+    "0123456789 3.14159 1,000,000 0xFF",
+    "na\N{COMBINING DIAERESIS}ıve cafe\N{COMBINING ACUTE ACCENT} and café, ﬁne, ½, ＡＢＣ, 日本語, عربى, ไทย",
+    "👩‍🚀 🇪🇺 \N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{SOFT HYPHEN}",
+    "def f(x):\n    return {'a': x[0]}  # don't, we'll, it's\n",
+    "<think>one</think><|im_start|>user\ntwo<|im_end|><s>[INST] three [/INST]</s><|endoftext|>",
+)
+
+
+def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """A text that transformers reads from a folder as other ids than training did, in a sentence; None: it reads all alike.
+
+    transformers puts a class of its own in place of some models' `tokenizer.json`, by the model's type alone: another
+    tokenizer is then split as theirs is.
+
+    Args:
+        folder: exported, complete.
+        tokenizer: the one of training.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed here: whether it reads the tokenizer as training did was not looked at"
+    from transformers import AutoTokenizer
+
+    # Never code of a folder: a tokenizer of ours has none.
+    read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    for text in [*_TEXTS, *_added_tokens(tokenizer)]:
+        theirs, ours = read.encode(text, add_special_tokens=False), tokenizer.tokenize(text)
+        if theirs != ours:
+            place = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), 0)
+            return (
+                f"transformers reads the tokenizer of {folder} as {type(read).__name__}, and another way than training did: "
+                f"{text[:40]!r} is {_shown(theirs[place:])} there and was {_shown(ours[place:])}. Texts have to be made "
+                f"token ids by {folder / 'tokenizer.json'} itself, as in "
+                "PreTrainedTokenizerFast(tokenizer_file=..., split_special_tokens=True), and given as ids"
+            )
+    return None
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[str]:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return []
+    return [f"a{token}b {token}" for token in tokenizer.added_tokens]
+
+
+def _shown(ids: list[int]) -> str:
+    return f"{' '.join(map(str, ids[:6]))}{' ...' if len(ids) > 6 else ''}"
