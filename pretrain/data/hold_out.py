@@ -3,6 +3,7 @@
 Each document is drawn by a hash of its number, so that nothing has to be known of the others, and the share of the
 documents is about that of the text where they are many. Where those drawn are less than half or more than twice as
 much of the text as was asked for, as a few documents or a very long one can be, all are divided anew by their bytes.
+Equal documents go where the first of them goes: what a text that was trained on costs measures nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pretrain.errors import DataError
 
@@ -59,7 +64,7 @@ class HoldOut:
 
 @dataclass(frozen=True)
 class Division:
-    """Documents by their number.
+    """Texts by their number.
 
     Attributes:
         held_out: whole.
@@ -72,6 +77,53 @@ class Division:
     cut_share: float = 0.0
 
 
+@dataclass(frozen=True)
+class DrawnDocuments:
+    """Documents in their order, as they were drawn.
+
+    Attributes:
+        held_out: [N] flags of those that were drawn to be held out.
+        sizes: [N] bytes of their text.
+        digests: [N] hashes of their contents.
+    """
+
+    held_out: NDArray[np.bool_]
+    sizes: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+    @cached_property
+    def _texts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        _, first, place = np.unique(self.digests, return_index=True, return_inverse=True)
+        number = np.empty_like(first)
+        number[np.argsort(first)] = np.arange(len(first))
+        return number[place], np.sort(first)
+
+    @property
+    def texts(self) -> NDArray[np.int64]:
+        """[N] number of each document's text among the different ones, in the order of their first documents."""
+        return self._texts[0]
+
+    @property
+    def first(self) -> NDArray[np.int64]:
+        """[texts] number of the first document with each text."""
+        return self._texts[1]
+
+
+def mended(hold_out: HoldOut, drawn: DrawnDocuments, *, can_cut: bool) -> Division | None:
+    """The division of texts where the draw parts equal documents, or is not about as much of all text as was asked for;
+    None: the draw is right as it is.
+
+    Raises:
+        DataError: there is only one text, which cannot be cut.
+    """
+    held_out = drawn.held_out[drawn.first]
+    sizes = np.bincount(drawn.texts, drawn.sizes).astype(np.int64)
+    if not (0 < held_out.sum() < len(held_out) and hold_out.is_about(sizes[held_out].sum() / sizes.sum())):
+        return divide(hold_out, sizes.tolist(), can_cut=can_cut)
+    parts_none = bool((held_out[drawn.texts] == drawn.held_out).all())
+    return None if parts_none else Division(frozenset(np.flatnonzero(held_out).tolist()))
+
+
 def held_out_score(seed: int, document_index: int) -> float:
     """A number in [0, 1) that depends on nothing but its arguments; documents with the lowest scores are held out."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, document_index), digest_size=8).digest()
@@ -79,15 +131,15 @@ def held_out_score(seed: int, document_index: int) -> float:
 
 
 def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Division:
-    """The documents to hold out by their bytes of text. At least one is, or the end of one, and one is left.
+    """The texts to hold out by their bytes. At least one is, or the end of one, and one is left.
 
     In the order of scores each one but the longest is held out that brings their bytes nearer to the share asked for. If
     that is less than half of it, because the others are long, the shortest of those follows; or, where it is more than a
     tenth of the text, the end of the one with the lowest score that is longer than a character.
 
     Args:
-        sizes: bytes of each document's text.
-        can_cut: a document may be cut.
+        sizes: bytes of each text, in all documents that have it.
+        can_cut: a text may be cut.
 
     Raises:
         DataError: there is only one, which cannot be cut.

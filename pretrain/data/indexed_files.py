@@ -15,6 +15,7 @@ preparation that was cut off can go on: all three files are cut back to what was
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ IDX_MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<QBQQ")
 _CODES: dict[type[np.integer[Any]], int] = {np.int32: 4, np.uint16: 8}
-_PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8")])
+_PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8"), ("digest", "<u8")])
 _PROMPT = np.dtype([("tokens", "<i4"), ("text_bytes", "<i4")])
 _DOCUMENTS_AT_ONCE = 1 << 20
 
@@ -124,7 +125,7 @@ class IndexedWriter:
         if self._prompts is not None:
             self._prompts.write(struct.pack("<ii", prompt_tokens, prompt_bytes))
         self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
-        self._lengths.write(struct.pack("<qq", len(ids), text_bytes))
+        self._lengths.write(struct.pack("<qqQ", len(ids), text_bytes, _digest(ids)))
         before = self.written
         self.written = Written(
             before.num_documents + 1,
@@ -189,7 +190,7 @@ def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[Documen
     ids = np.memmap(prefix.with_name(prefix.name + ".bin"), dtype, mode="r")
     prompts_file, start = prefix.with_name(prefix.name + ".prompts"), 0
     prompts = read_prompts(prompts_file) if prompts_file.exists() else None
-    for number, (num_tokens, text_bytes) in enumerate(_per_document(prefix.with_name(prefix.name + ".lengths"))):
+    for number, (num_tokens, text_bytes, _) in enumerate(_per_document(prefix.with_name(prefix.name + ".lengths"))):
         prompt = (0, 0) if prompts is None else map(int, prompts[number])
         yield Document(ids[start : start + int(num_tokens)], int(text_bytes), *prompt)
         start += int(num_tokens)
@@ -198,6 +199,16 @@ def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[Documen
 def text_bytes(prefix: Path) -> NDArray[Any]:
     """Bytes of text [documents] that an `IndexedWriter` has added there, without its index."""
     return _per_document(prefix.with_name(prefix.name + ".lengths"))["text_bytes"]
+
+
+def digests(prefix: Path) -> NDArray[np.uint64]:
+    """Hashes [documents] of the ids that an `IndexedWriter` has added there, without its index: equal documents have the
+    same."""
+    return _per_document(prefix.with_name(prefix.name + ".lengths"))["digest"]
+
+
+def _digest(ids: NDArray[Any]) -> int:
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).digest(), "little")
 
 
 def longest_document(index: Path) -> int:

@@ -16,12 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near, cut
 from pretrain.data.files import SourceFile, list_files
-from pretrain.data.hold_out import HoldOut, divide
-from pretrain.data.indexed_files import Document, IndexedWriter, Written, read_written, text_bytes
+from pretrain.data.hold_out import DrawnDocuments, HoldOut, mended
+from pretrain.data.indexed_files import Document, IndexedWriter, Written, digests, read_written, text_bytes
 from pretrain.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -57,6 +58,8 @@ _OUR_FILES = frozenset(
         *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "prompts")),
     }
 )
+_PROGRESS_FORMAT = 2
+"""Format of what a preparation has written when it is cut off: 2 has hashes of documents."""
 NOTE_EVERY_S = 30.0
 """Seconds of work that a preparation which is cut off may have to do again."""
 
@@ -153,11 +156,30 @@ def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> Prepar
     return dataset
 
 
+@dataclass(frozen=True)
+class Repeats:
+    """Documents that are equal to others."""
+
+    num_repeated: int = 0
+    """Documents that are equal to another one, each but the first of its kind."""
+    num_held_out_trained: int = 0
+    """Held-out documents that are trained on as well."""
+
+    @staticmethod
+    def of(train: NDArray[np.uint64], held_out: NDArray[np.uint64], *, are_parted: bool) -> Repeats:
+        """Repeats among the hashes of documents. `are_parted`: equal ones may stay on both sides."""
+        everything = np.concatenate([train, held_out])
+        return Repeats(
+            len(everything) - len(np.unique(everything)), int(np.isin(held_out, train).sum()) if are_parted else 0
+        )
+
+
 @dataclass
 class _Progress:
     """Progress of a preparation, noted now and then beside its output, so that one that is cut off can go on."""
 
     request_fingerprint: str
+    format: int = 0
     num_records: int = 0
     file_bytes: int = 0
     num_documents: int = 0
@@ -176,7 +198,8 @@ class _Progress:
             found = cls(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        return found if found.request_fingerprint == request_fingerprint else None
+        is_same = (found.request_fingerprint, found.format) == (request_fingerprint, _PROGRESS_FORMAT)
+        return found if is_same else None
 
     def note(self, staging: Path) -> None:
         """Write the progress into the staging folder."""
@@ -200,6 +223,7 @@ class _Job:
     hold_out: HoldOut
     left_out: BadDocumentLog
     num_workers: int
+    repeats: Repeats = field(default_factory=Repeats)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -248,6 +272,7 @@ class _Job:
                 "validation_fraction": self.hold_out.fraction,
                 "seed": self.hold_out.seed,
                 "cut_documents": self.tokenizing.cut_documents,
+                **asdict(self.repeats),
                 **({"as_text": True} if self.as_text else {}),
                 **({} if pair is None else {"pair": asdict(pair)}),
             },
@@ -266,7 +291,9 @@ class _Job:
         """Write both splits, from where an earlier preparation was cut off if there was one."""
         progress = _Progress.read(staging, self.request_fingerprint)
         if progress is None:
-            progress = _Progress(self.request_fingerprint, num_documents_per_input=[0] * len(self.inputs))
+            progress = _Progress(
+                self.request_fingerprint, _PROGRESS_FORMAT, num_documents_per_input=[0] * len(self.inputs)
+            )
         self.left_out.num_bad, self.left_out.num_empty = progress.num_bad, progress.num_empty
         self.left_out.examples[:] = progress.examples
         with ExitStack() as stack:
@@ -283,6 +310,11 @@ class _Job:
                     progress.note(staging)
                     noted_at = time.monotonic()
             check_inputs_yielded(self.inputs, progress.num_documents_per_input)
+            for writer in writers.values():
+                writer.sync()
+            self.repeats = Repeats.of(
+                *(digests(writers[split].prefix) for split in SPLITS), are_parted=not self.hold_out.is_drawn
+            )
             if self.hold_out.is_drawn:
                 writers = self._mend_shares(writers, stack, staging)
             for writer in writers.values():
@@ -327,14 +359,23 @@ class _Job:
                 "Mend its tokenizer.json."
             )
 
+    def _drawn(self, writers: dict[str, IndexedWriter]) -> DrawnDocuments:
+        """The documents that were written, in their order, and which of them were drawn."""
+        number = sum(writer.written.num_documents for writer in writers.values())
+        held_out = np.array([self.hold_out.takes(index, 0, 1) for index in range(number)], dtype=np.bool_)
+        sizes, hashes = np.empty(number, dtype=np.int64), np.empty(number, dtype=np.uint64)
+        for split, places in ((TRAIN, ~held_out), (VALIDATION, held_out)):
+            sizes[places], hashes[places] = text_bytes(writers[split].prefix), digests(writers[split].prefix)
+        return DrawnDocuments(held_out, sizes, hashes)
+
     def _mend_shares(
         self, writers: dict[str, IndexedWriter], stack: ExitStack, staging: Path
     ) -> dict[str, IndexedWriter]:
-        """Divide the documents anew where those drawn are not about as much of the text as was asked for."""
-        train, held_out = (writers[split].written for split in SPLITS)
-        number = train.num_documents + held_out.num_documents
-        share = held_out.num_bytes / (train.num_bytes + held_out.num_bytes)
-        if train.num_documents and held_out.num_documents and self.hold_out.is_about(share):
+        """Divide the documents anew where those drawn are not about as much of the text as was asked for, or equal ones
+        were parted."""
+        documents = self._drawn(writers)
+        division = mended(self.hold_out, documents, can_cut=self.tokenizing.pair is None)
+        if division is None:
             return writers
         # From here on, a preparation that is cut off starts anew.
         (staging / PROGRESS_FILE).unlink(missing_ok=True)
@@ -346,22 +387,15 @@ class _Job:
             for ending in endings:
                 writer.file(ending).rename(prefix.with_name(prefix.name + ending))
             drawn[split] = prefix
-        was_held_out = [self.hold_out.takes(index, 0, 1) for index in range(number)]
-        sizes = {split: iter(text_bytes(prefix)) for split, prefix in drawn.items()}
-        division = divide(
-            self.hold_out,
-            [int(next(sizes[VALIDATION if held else TRAIN])) for held in was_held_out],
-            can_cut=self.tokenizing.pair is None,
-        )
-        documents = {split: read_written(prefix, self.tokenizer.token_dtype) for split, prefix in drawn.items()}
+        written = {split: read_written(prefix, self.tokenizer.token_dtype) for split, prefix in drawn.items()}
         writers = {split: stack.enter_context(self._writer(writer.prefix)) for split, writer in writers.items()}
-        for index, held in enumerate(was_held_out):
-            document = next(documents[VALIDATION if held else TRAIN])
-            if index == division.cut:
+        for index, (was_held_out, text) in enumerate(zip(documents.held_out, documents.texts, strict=True)):
+            document = next(written[VALIDATION if was_held_out else TRAIN])
+            if text == division.cut:
                 for split, part in zip(SPLITS, self._cut(index, division.cut_share), strict=True):
                     writers[split].add(*part)
             else:
-                writers[VALIDATION if index in division.held_out else TRAIN].add(*document)
+                writers[VALIDATION if int(text) in division.held_out else TRAIN].add(*document)
         for prefix in drawn.values():
             for ending in endings:
                 prefix.with_name(prefix.name + ending).unlink()

@@ -22,12 +22,14 @@ class StreamedText:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         """Begin behind a prompt's ids."""
         self._tokenizer = tokenizer
-        self._ids = list(prompt)
+        self._ids = [id for id in prompt if id != tokenizer.eod]
         self._given = len(tokenizer.detokenize(self._ids))
 
     def add(self, id: int) -> str:
         """Text that is certain now, and was not before the id."""
-        self._ids.append(id)
+        # The end of a document stands for nothing: what is on both sides of it is decoded as one.
+        if id != self._tokenizer.eod:
+            self._ids.append(id)
         return self._until(self._closed())
 
     def rest(self) -> str:

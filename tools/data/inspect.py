@@ -122,6 +122,8 @@ def summary(dataset: PreparedDataset) -> str:
             f"{plural(split.num_bytes, 'byte')} of text{per_token}"
             + ("" if split.prompts is None else f"; scored are {plural(split.num_scored_tokens, 'token')} of answers")
         )
+    if repeated := manifest.sources.get("num_repeated"):
+        lines.append(f"  repeated    {plural(repeated, 'document')} equal to one before")
     lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
     lines += [f"    {example}" for example in manifest.skipped_examples]
     return "\n".join(lines)

@@ -128,6 +128,11 @@ def run_prepare(args: argparse.Namespace) -> int:
         num_bytes = sum(split.num_bytes for split in result.dataset.manifest.splits.values())
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(summary(result.dataset))
+    if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
+        print(
+            f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low because they are trained on",
+            file=sys.stderr,
+        )
     if (warning := _held_out_warning(result.dataset)) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     return 0

@@ -137,7 +137,7 @@ def test_a_warning_where_few_documents_decide(tmp_path: Path, capsys: pytest.Cap
         assert megamem(["data", "prepare", source, *words]) == 0
         return capsys.readouterr().err
 
-    many = [SENTENCE * 5] * 200
+    many = [f"{index:03} {SENTENCE * 5}"[: len(SENTENCE * 5)] for index in range(200)]
     assert said(many, "--validation-fraction", "0.1") == ""
     assert said(many, "--validation-fraction", "0") == ""
     assert (
@@ -146,8 +146,47 @@ def test_a_warning_where_few_documents_decide(tmp_path: Path, capsys: pytest.Cap
     )
     assert "--cut-documents N makes documents of long texts, and --validation INPUT" in said(many[:20])
     held_out = lines(tmp_path / "b.jsonl", many[:2])
-    assert said(many, "--validation", held_out) == ""
+    assert "2 held-out documents of --validation among the others too" in said(many, "--validation", held_out)
+    assert said(many[2:], "--validation", held_out) == ""
     long = max(range(200), key=lambda index: -held_out_score(1, index))
-    texts = [SENTENCE * (100 if index == long else 5) for index in range(200)]
+    texts = [f"{index} {SENTENCE * (100 if index == long else 5)}" for index in range(200)]
     assert "(one is more than half of it)" in said(texts, "--validation-fraction", "0.1")
     assert open_dataset(tmp_path / "out").manifest.splits["validation"].num_documents >= 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 6), min_size=2, max_size=60).filter(lambda numbers: len(set(numbers)) > 1),
+    fraction=st.sampled_from([0.01, 0.1, 0.5]),
+)
+def test_equal_documents_stay_together(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int], fraction: float
+) -> None:
+    folder = tmp_path_factory.mktemp("equal")
+    dataset = prepared(folder, [f"{number} {SENTENCE}" for number in numbers], fraction)
+    train, held_out = texts_of(dataset, "train"), texts_of(dataset, "validation")
+    assert not set(train) & set(held_out)
+    # Of a few texts one is cut.
+    assert len("".join([*train, *held_out])) == sum(len(f"{number} {SENTENCE}") for number in numbers)
+    assert train
+    assert held_out
+    assert dataset.manifest.sources["num_repeated"] == len(numbers) - len(set(numbers))
+
+
+def test_the_first_of_equal_documents_decides(tmp_path: Path) -> None:
+    """So that a corpus without repeats is divided as it always was, and one with some nearly so."""
+    texts = [f"{index} {SENTENCE}" for index in range(400)]
+    alone = prepared(tmp_path, texts, 0.1)
+    drawn = set(texts_of(alone, "validation"))
+    assert drawn == {text for index, text in enumerate(texts) if held_out_score(1, index) < 0.1}
+    (tmp_path / "again").mkdir()
+    repeated = prepared(tmp_path / "again", [*texts, *texts[:50]], 0.1)
+    assert set(texts_of(repeated, "validation")) == drawn
+
+
+def test_one_text_however_often_cannot_be_on_both_sides(tmp_path: Path) -> None:
+    """Its end is held out, of each document."""
+    dataset = prepared(tmp_path, [SENTENCE] * 3, 0.2)
+    train, held_out = texts_of(dataset, "train"), texts_of(dataset, "validation")
+    assert (len(train), len(held_out)) == (3, 3)
+    assert train[0] + held_out[0] == SENTENCE
