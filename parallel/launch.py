@@ -54,6 +54,10 @@ _STOP_PATIENCE_S = 30.0
 # report.
 _KILL_PATIENCE_S = 10.0
 
+# Whoever stops a service or a job signals all of its processes, so one request reaches the supervisor from there, from
+# the launcher and from whoever started that. The same signal within so many seconds is a copy of the first.
+_SAME_REQUEST_S = 1.0
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -69,7 +73,8 @@ def launch_ranks(
     `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
     write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
     returns. SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks as one SIGTERM, to finish their step and save; a
-    second one kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
+    later one kills them, unless it is another copy of the first. One that this process ignores, as a shell has its
+    background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
     before it. `torch.cuda.is_available()` is one, unless `keep_cuda_out_of_this_process` (parallel.devices) came before
@@ -191,14 +196,16 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
         rank.start()
     failures: list[Failure] = []
     stopped_by: int | None = None
+    stopped_at_s = -math.inf
     deadline_s = math.inf
     while running and (left_s := deadline_s - time.monotonic()) > 0:
         found = signal.sigtimedwait(_AWAITED, min(left_s, threading.TIMEOUT_MAX))
         number = signal.SIGCHLD if found is None else found.si_signo
-        if number == _ABANDON or (number in STOP_SIGNALS and stopped_by is not None):
+        is_copy = number == stopped_by and time.monotonic() < stopped_at_s + _SAME_REQUEST_S
+        if number == _ABANDON or (number in STOP_SIGNALS and stopped_by is not None and not is_copy):
             return RanksInterrupted(stopped_by or number)
-        if number in STOP_SIGNALS:
-            stopped_by = number
+        if number in STOP_SIGNALS and not is_copy:
+            stopped_by, stopped_at_s = number, time.monotonic()
             for rank in running.values():
                 rank.terminate()
         for plan in [plan for plan, rank in running.items() if not rank.is_alive()]:

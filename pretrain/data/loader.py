@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
 from parallel.parent_death import signal_on_parent_death
+from parallel.stop_signals import STOP_SIGNALS
 from pretrain.errors import DataError
 
 Sample = dict[str, torch.Tensor]
@@ -122,7 +123,14 @@ def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers
         # Forked: a spawned worker would import torch and Megatron again, and unpickle a copy of memory-mapped indices.
         multiprocessing_context="fork",
     )
-    for batch in loader:
+    # Readers are forked with stop signals blocked: one that goes to all processes of a run must not end them while the
+    # rank has a step to finish.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        read = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    for batch in read:
         if isinstance(batch, DataError):
             raise batch
         yield batch

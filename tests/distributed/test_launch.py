@@ -529,6 +529,48 @@ def test_a_second_stop_signal_kills(tmp_path: Path) -> None:
     assert all(map(is_gone, pids_in(tmp_path)))
 
 
+def test_a_stop_signal_to_all_processes_is_one_request(tmp_path: Path) -> None:
+    """A service manager signals the supervisor and the ranks beside the launcher, which passes its own on."""
+
+    def main() -> None:
+        num_signals = 0
+
+        def stop(*_: object) -> None:
+            nonlocal num_signals
+            num_signals += 1
+
+        signal.signal(signal.SIGTERM, stop)
+        leave_pid(tmp_path, os.getpid())
+        # Ended by the test alone: time for all copies to arrive.
+        wait_until(lambda: num_signals and (tmp_path / "saved").exists(), "the test to let the ranks go")
+        raise Stopped
+
+    parent = fork_parent(lambda: launch_ranks(main, 2))
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    launcher = psutil.Process(parent)
+    for process in (launcher, *launcher.children(recursive=True)):
+        process.terminate()
+    launcher.terminate()
+    (tmp_path / "saved").touch()
+    assert exit_code_of(parent) == 75
+
+
+def test_the_same_signal_later_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.launch._SAME_REQUEST_S", 0.0)
+
+    def main() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / f"signal.{my_ranks().rank}").touch())
+        leave_pid(tmp_path, os.getpid())
+        sleep_forever()
+
+    parent = fork_parent(lambda: launch_ranks(main, 2))
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    os.kill(parent, signal.SIGTERM)
+    wait_until(lambda: len(list(tmp_path.glob("signal.*"))) == 2, "the first signal to arrive")
+    os.kill(parent, signal.SIGTERM)
+    assert exit_code_of(parent) == 143
+
+
 def test_threads_of_the_parent_do_not_block_its_ranks() -> None:
     def use_threads() -> None:
         torch.randn(1_000_000).exp().sum()

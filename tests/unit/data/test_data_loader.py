@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +155,18 @@ def test_readers_end_with_a_parent_that_was_killed():
     while any(is_running(pid) for pid in readers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_readers_go_on_when_all_processes_of_a_run_are_asked_to_stop():
+    """The rank finishes its step with what they read."""
+    ones: Any = [{"tokens": torch.ones(3)} for _ in range(100)]
+    batches = microbatches(ones, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, num_workers=2)
+    next(batches)
+    for reader in multiprocessing.active_children():
+        reader.terminate()
+    # More than the two that each of the readers has prepared.
+    for _ in range(20):
+        next(batches)
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cuda", ["pinned", "sent"]), ("cpu", ["sent"])])
