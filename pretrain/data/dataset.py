@@ -40,6 +40,8 @@ from pretrain.errors import DataError
 
 _INDEX_FORMAT = 1
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
+_SAMPLES_LOOKED_AT = 256
+"""Samples before a run among which there must be a target."""
 _LARGEST_DOCUMENT_INDEX = np.iinfo(np.int32).max
 
 
@@ -268,3 +270,23 @@ def build_train_dataset(
     ranks = current_ranks()
     samples = in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0)
     return TrainDataset(samples, num_samples, eod)
+
+
+def check_targets(samples: TrainDataset, first: int, with_prompts: Sequence[Path]) -> None:
+    """Refuse samples without a target, which a run would read without learning anything.
+
+    Args:
+        first: number of the next sample.
+        with_prompts: data sets of which some tokens are not scored; without one every token is a target.
+
+    Raises:
+        DataError: none of the next samples has a target.
+    """
+    looked_at = range(first, min(len(samples), first + _SAMPLES_LOOKED_AT))
+    if not with_prompts or not looked_at or any(bool(samples[index]["loss_mask"].any()) for index in looked_at):
+        return
+    raise DataError(
+        f"The next {len(looked_at):,} samples of {len(samples[first]['tokens']):,} tokens have no target: they lie within "
+        f"prompts of {', '.join(map(str, with_prompts))}, which are not scored. Raise train.sequence_length, shorten the "
+        "prompts, or train for more steps."
+    )

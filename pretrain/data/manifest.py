@@ -163,6 +163,11 @@ class PreparedDataset:
     manifest: Manifest
     tokenizer: Tokenizer
 
+    @property
+    def has_prompts(self) -> bool:
+        """True if some of its tokens are not scored."""
+        return any(split.prompts is not None for split in self.manifest.splits.values())
+
     def prefix(self, split: str) -> str:
         """Path of a split's files without `.bin` and `.idx`, as Megatron wants it."""
         return str(self.path / split)

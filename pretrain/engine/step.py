@@ -49,8 +49,8 @@ class LossSum:
 
     @property
     def mean(self) -> float:
-        """Nats per target."""
-        return self.nats / max(1.0, self.num_tokens)
+        """Nats per target; NaN without any, which is no loss and nothing to compare others with."""
+        return self.nats / self.num_tokens if self.num_tokens else math.nan
 
 
 @dataclass(frozen=True)

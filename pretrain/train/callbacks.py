@@ -240,6 +240,10 @@ class History(Callback):
         write_event(run.folder, End(run.state.step, run.state.consumed_tokens, now()))
 
 
+def _loss_in_words(loss: float) -> str:
+    return "no target" if math.isnan(loss) else f"loss {loss:.4f}"
+
+
 class ProgressLine(Callback):
     """Loss, tokens per second and time left, on stderr. Rank 0 only."""
 
@@ -249,7 +253,7 @@ class ProgressLine(Callback):
     def on_step(self, run: Run, row: Row) -> None:
         self._progress.update(
             1,
-            f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
+            f"{_loss_in_words(row['loss'])} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
             f"{row['tokens_per_s']:,.0f} tokens/s",
         )
 

@@ -24,7 +24,7 @@ from pretrain.config.position import batch_size_of_run, check_position, position
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files
 from pretrain.data.blend import model_vocab_size, open_blend, shared_tokenizer
-from pretrain.data.dataset import TrainDataset, build_train_dataset
+from pretrain.data.dataset import TrainDataset, build_train_dataset, check_targets
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import PreparedDataset, save_tokenizer
@@ -175,6 +175,7 @@ def open_run(
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
     train_data = training_samples(config, state, tokenizer, folder)
+    check_targets(train_data, position_in_data(config, state), [part.path for part in trained_on if part.has_prompts])
     held_out = HeldOutDataset(
         config.evaluated,
         train.sequence_length,

@@ -58,3 +58,13 @@ def test_a_level_that_stays_is_accepted_after_a_few_steps() -> None:
         spikes += 1
     # With m of n steps at the new level, it is sqrt((n - m) / m) deviations above the mean: 6 at m = n / 37.
     assert spikes == 4
+
+
+def test_a_step_without_a_target_is_no_measure_of_the_next() -> None:
+    """Its loss is NaN and its gradient zero: a window of such steps would make a spike of every real one."""
+    rule = SpikeConfig(action="skip", window_steps=2)
+    recent = remember(rule, remember(rule, (), 3.0, 1.0), 2.9, 1.1)
+    for _ in range(4):
+        assert find_spike(rule, recent, math.nan, 0.0) is None
+        recent = remember(rule, recent, math.nan, 0.0)
+    assert recent == ((3.0, 1.0), (2.9, 1.1))

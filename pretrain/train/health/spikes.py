@@ -35,7 +35,8 @@ def find_spike(rule: SpikeConfig, recent: Recent, loss: float, grad_norm: float)
 def remember(rule: SpikeConfig, recent: Recent, loss: float, grad_norm: float) -> Recent:
     """The last steps with one more.
 
-    A spike that was skipped counts too: a level that stays is accepted after a few steps. Non-finite steps do not.
+    A spike that was skipped counts too: a level that stays is accepted after a few steps. Steps that are not finite, or have
+    no target, do not.
     """
     if rule.action == "none":
         return ()

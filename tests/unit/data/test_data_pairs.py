@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pretrain.data.prepare
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.dataset import TrainDataset, build_train_dataset
+from pretrain.data.dataset import TrainDataset, build_train_dataset, check_targets
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.indexed_files import IndexedWriter
 from pretrain.data.manifest import PreparedDataset, open_dataset
@@ -246,3 +246,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "already complete" in capsys.readouterr().out
     assert megamem(command) == 3
     assert "other arguments" in capsys.readouterr().err
+
+
+def test_samples_without_a_target_are_refused(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path, [("x" * 4000, "y") for _ in range(30)], validation_fraction=0.0)
+    samples = train_data(tmp_path, dataset, num_samples=800)
+    first = next(index for index in range(800) if bool(samples[index]["loss_mask"].any()))
+    check_targets(samples, first, [dataset.path])
+    # Without prompts every token is a target, and nothing is read.
+    check_targets(samples, first + 1, [])
+    until = train_data(tmp_path, dataset, num_samples=first)
+    with pytest.raises(
+        DataError, match=rf"The next {first} samples of \d+ tokens have no target: .*train.sequence_length"
+    ):
+        check_targets(until, 0, [dataset.path])
