@@ -189,11 +189,13 @@ def _headline(run: Run) -> str:
     from kernels.implementations import describe
     from kernels.select import resolve
     from pretrain.data.blend import model_vocab_size
+    from pretrain.data.ngram_ids import boundary_notes
     from pretrain.planning.costs.formulas import count_parameters
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
     updates = "".join(f"\n{text}" for text in run.optimizer.describe())
+    notes = "".join(f"\nnote: {text}" for text in boundary_notes(model, run.tokenizer))
     kind = f"{model.memory_kinds}, {count_in_millions(counts.tables)} in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
@@ -207,7 +209,7 @@ def _headline(run: Run) -> str:
         "active per token\n"
         f"{plural(run.groups.world_size, 'rank')} (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
         f"{run.groups.data_size}), {train.precision}, "
-        f"{plural(num_steps, 'step')} of {train.tokens_per_step:,} tokens{gpu}{kernels}{updates}"
+        f"{plural(num_steps, 'step')} of {train.tokens_per_step:,} tokens{gpu}{kernels}{updates}{notes}"
     )
 
 

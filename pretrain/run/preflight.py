@@ -20,6 +20,7 @@ from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
 from pretrain.data.manifest import PreparedDataset
+from pretrain.data.ngram_ids import check_token_maps
 from pretrain.errors import ConfigError, UserError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
@@ -144,6 +145,7 @@ def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
     for dataset in trained_on:
         check_fits(dataset, length)
     check_epochs(config.data.datasets, trained_on, length, last_sample(config))
+    check_token_maps(config.model, datasets[0].tokenizer)
     return model_vocab_size(config.model, datasets[0].tokenizer), trained_on
 
 
