@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _VALIDATION_FRACTION = 0.01
 _FEW_DOCUMENTS = 10
+_DOCUMENTS_READ_BACK, _CHARACTERS_OF_EACH = 64, 4096
+_LEAST_LOST = 0.001
 _EPILOG = """\
 examples:
   megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
@@ -128,6 +131,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         num_bytes = sum(split.num_bytes for split in result.dataset.manifest.splits.values())
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(summary(result.dataset))
+    if not result.was_already_there and (warning := _lost_warning(args, result.dataset)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
         print(
             f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low because they are trained on",
@@ -136,6 +141,27 @@ def run_prepare(args: argparse.Namespace) -> int:
     if (warning := _held_out_warning(result.dataset)) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _lost_warning(args: argparse.Namespace, dataset: PreparedDataset) -> str | None:
+    """Warning if the tokenizer does not give back the text of the first documents."""
+    from pretrain.data.lost_text import lost_text
+    from pretrain.data.sources import BadDocumentLog, read_documents
+
+    if args.prompt_field is not None:
+        return None
+
+    # What is bad was counted before.
+    skipped = BadDocumentLog(limit=args.max_bad)
+    texts = read_documents(args.inputs, field_name=args.field, as_text=reads_as_text(args), bad_documents=skipped)
+    lost = lost_text(dataset.tokenizer, (text[:_CHARACTERS_OF_EACH] for text in islice(texts, _DOCUMENTS_READ_BACK)))
+    if lost.share < _LEAST_LOST:
+        return None
+    example = "" if lost.example is None else f": {lost.example[0]!r} comes back as {lost.example[1]!r}"
+    return (
+        f"{lost.share:.1%} of the characters of the first documents do not come back from the tokenizer's ids{example}. A "
+        "model of such ids never writes them; a byte-level tokenizer gives back every text."
+    )
 
 
 def _held_out_warning(dataset: PreparedDataset) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 
 from pretrain.data.manifest import open_dataset
 from pretrain.errors import ConfigError, DataError
+from tests.unit.data.kinds_of_tokenizers import byte_level, word_piece
 from tools.data.command import add_parser
 
 ROOT = Path(__file__).parents[3]
@@ -196,3 +197,26 @@ def test_documents_that_reward_looking_back(tmp_path: Path, source: Path, capsys
         megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "3,a")
     with pytest.raises(ConfigError, match=r"needs \d+ tokens"):
         megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "30")
+
+
+def test_a_tokenizer_that_loses_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": "The Memory reads a few rows."}) + "\n")
+    for make in (word_piece, byte_level):
+        definition = tmp_path / f"{make.__name__}.json"
+        definition.write_text(make().to_str())
+        words = [
+            "--tokenizer",
+            definition,
+            "--output",
+            tmp_path / make.__name__,
+            "--validation-fraction",
+            0,
+            "--workers",
+            1,
+        ]
+        assert megamem("data", "prepare", source, *words) == 0
+        told = capsys.readouterr().err
+        # T and M of 28 characters.
+        lost = "7.1% of the characters of the first documents do not come back from the tokenizer's ids: 'The' comes back as 'the'"
+        assert (lost in told) is (make is word_piece), told
