@@ -263,6 +263,12 @@ class HuggingFaceTokenizer(Tokenizer):
         """Tokens beside those of the vocabulary of texts, special or not."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values()]
 
+    @property
+    def markers(self) -> list[str]:
+        """Special tokens beside the one that ends a document."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in tokens if token.special and token.content != self.eod_token]
+
     def taking_special_tokens(self) -> HuggingFaceTokenizer:
         return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True)
 

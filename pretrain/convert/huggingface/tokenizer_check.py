@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from pretrain.convert.huggingface.tokenizer_files import BYTE_EOD
 from pretrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _TEXTS = (
@@ -35,6 +36,8 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
     # Never code of a folder: a tokenizer of ours has none.
     read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for text in [*_TEXTS, *_added_tokens(tokenizer)]:
+        # The end of a document is one id there, in training it was text.
+        text = text.replace(tokenizer.eod_token or BYTE_EOD, "")
         theirs, ours = read.encode(text, add_special_tokens=False), tokenizer.tokenize(text)
         if theirs != ours:
             place = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), 0)
@@ -42,7 +45,7 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
                 f"transformers reads the tokenizer of {folder} as {type(read).__name__}, and another way than training did: "
                 f"{text[:40]!r} is {_shown(theirs[place:])} there and was {_shown(ours[place:])}. Texts have to be made "
                 f"token ids by {folder / 'tokenizer.json'} itself, as in "
-                "PreTrainedTokenizerFast(tokenizer_file=..., split_special_tokens=True), and given as ids"
+                "PreTrainedTokenizerFast(tokenizer_file=...), and given as ids"
             )
     return None
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from pretrain.data.named_end import read_object
 from pretrain.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 _SETTINGS_FILE = "tokenizer_config.json"
-_SPLITS = "split_special_tokens"
-_BYTE_EOD = "<|endoftext|>"
+BYTE_EOD = "<|endoftext|>"
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`. Texts become the ids that they became in training.
 
-    Text that reads as a special token is split, as it was in training, unless training took it for the token: the row
-    of a token that no text ever became is a random one.
+    Text that reads as a special token is text, as it was in training, unless training took it for the token: the row of a
+    token that no text ever became is a random one. One difference: text that reads as the end-of-document token is that
+    token, for requests that begin a document.
 
     Args:
         tokenizer: bytes, or a `tokenizer.json`.
         folder: where to.
         sequence_length: the longest that the model was trained on.
     """
-    eod_token = tokenizer.eod_token or _BYTE_EOD
+    eod_token = tokenizer.eod_token or BYTE_EOD
     definition = _definition(tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -34,7 +34,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int)
         "pad_token": eod_token,
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
-        _SPLITS: not tokenizer.special_tokens,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / TOKENIZER_FILE).write_text(definition, encoding="utf-8")
@@ -45,9 +44,24 @@ def _definition(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         # These would be applied here, and training did not apply them: tokens at the beginning, truncation, padding.
         unused = {"post_processor": None, "truncation": None, "padding": None}
-        return json.dumps({**json.loads(tokenizer.definition), **unused}, ensure_ascii=False, indent=2)
+        definition = {**json.loads(tokenizer.definition), **unused}
+        if not tokenizer.special_tokens:
+            definition = _without(definition, set(tokenizer.markers))
+        return json.dumps(definition, ensure_ascii=False, indent=2)
     assert isinstance(tokenizer, ByteTokenizer)
     return _bytes_definition()
+
+
+def _without(definition: dict[str, Any], markers: set[str]) -> dict[str, Any]:
+    """Definition in which no text becomes a marker, whose ids keep their names."""
+    added = definition.get("added_tokens") or []
+    kept, model = [token for token in added if token["content"] not in markers], definition["model"]
+    if model.get("type") == "BPE":
+        # No merge makes them, where other models would find them in texts. Those that are left, too: tokens beside the
+        # vocabulary are numbered anew behind it.
+        names = {token["content"]: token["id"] for token in added}
+        model = {**model, "vocab": {**model["vocab"], **names}}
+    return {**definition, "added_tokens": kept, "model": model}
 
 
 def _bytes_definition() -> str:
@@ -58,8 +72,8 @@ def _bytes_definition() -> str:
     backend = Backend(models.BPE(vocab=_characters_of_bytes(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(_BYTE_EOD, special=True, normalized=False)])
-    assert backend.token_to_id(_BYTE_EOD) == ByteTokenizer.eod
+    backend.add_special_tokens([AddedToken(BYTE_EOD, special=True, normalized=False)])
+    assert backend.token_to_id(BYTE_EOD) == ByteTokenizer.eod
     return backend.to_str(pretty=True)
 
 
@@ -75,7 +89,7 @@ def _characters_of_bytes() -> dict[str, int]:
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token. Exported bytes are bytes.
 
-    Text that reads as a special token is that token, unless the folder says otherwise: its model knows it.
+    Text that reads as a special token is that token: the folder's model knows it.
 
     Raises:
         DataError: there is none, it cannot be used, or nothing says which token ends a text.
@@ -85,7 +99,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
             f"{folder} has no {TOKENIZER_FILE}: load its tokenizer with transformers and save it there "
             "(`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)"
         )
-    splits = read_object(folder / _SETTINGS_FILE).get(_SPLITS, False)
-    read = load_tokenizer(folder / TOKENIZER_FILE, special_tokens=splits is not True)
-    is_bytes = isinstance(read, HuggingFaceTokenizer) and json.loads(read.definition) == json.loads(_bytes_definition())
-    return ByteTokenizer() if is_bytes else read
+    read = load_tokenizer(folder / TOKENIZER_FILE)
+    assert isinstance(read, HuggingFaceTokenizer)
+    if json.loads(read.definition) == json.loads(_bytes_definition()):
+        return ByteTokenizer()
+    return read.taking_special_tokens() if read.markers else read

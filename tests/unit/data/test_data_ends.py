@@ -102,8 +102,15 @@ def test_an_exported_tokenizer_reads_markers_as_training_did(
     tokenizer = load_tokenizer(folder, END, special_tokens=special_tokens)
     out = written(tokenizer, tmp_path)
     read = AutoTokenizer.from_pretrained(out)
-    assert read.encode(CHAT, add_special_tokens=False) == tokenizer.tokenize(CHAT)
+    ids = tokenizer.tokenize(CHAT)
+    assert read.encode(CHAT, add_special_tokens=False) == ids
+    assert read.decode(ids) == CHAT
     assert tokenizer_difference(out, tokenizer) is None
+    # A request begins a document with its end, whatever else is text.
+    assert read.encode(f"{END}{CHAT}", add_special_tokens=False) == [tokenizer.eod, *ids]
+    assert [read.convert_tokens_to_ids(token) for token in MARKERS] == [
+        byte_level().token_to_id(token) for token in MARKERS
+    ]
     again = read_tokenizer(out)
     assert again.tokenize(CHAT) == tokenizer.tokenize(CHAT)
     assert (again.eod_token, again.special_tokens) == (END, special_tokens)
