@@ -76,7 +76,9 @@ def _transformers(served: Served) -> list[str]:
             f"--options is {shlex.join(served.options)}, words for vLLM, and transformers serves: leave it out"
         )
     script = Path(__file__).with_name("transformers_server.py")
-    return [str(script), str(served.folder), served.name, served.host, str(served.port), json.dumps(served.overrides)]
+    trust = "code" if served.has_code else "no-code"
+    address = [served.host, str(served.port)]
+    return [str(script), str(served.folder), served.name, *address, json.dumps(served.overrides), trust]
 
 
 @dataclass(frozen=True)

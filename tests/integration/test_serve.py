@@ -51,7 +51,7 @@ def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, sav
     assert second.code == 7, second.output
     script, *given = json.loads(log.read_text())["words"]
     assert Path(script).name == "transformers_server.py"
-    assert given == [str(folder), folder.name, "0.0.0.0", "9000", '{"memory_device": "cpu"}']
+    assert given == [str(folder), folder.name, "0.0.0.0", "9000", '{"memory_device": "cpu"}', "code"]
     assert (folder / "config.json").stat().st_mtime_ns == written
     hot = megamem("serve", run, *options, "--tables", "int4", "--map-tables", "--hot-rows", 64)
     assert hot.code == 7, hot.output
@@ -118,9 +118,42 @@ def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp
     assert "has no memory" in megamem("serve", folder, "--python", vllm, "--map-tables").output
 
 
+def write_code(folder: Path, name: str, content: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["others/model--tokenization.Tokenizer", null]}}'),
+        ("processor_config.json", '{"image_processor": {"auto_map": {"AutoImageProcessor": "mine.Processor"}}}'),
+        ("inner/tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["mine.Tokenizer", null]}}'),
+        ("generation_config.json", '[{"deep": [{"auto_map": "mine.Generation"}]}]'),
+        ("adapter_config.json", '{"base_model_name_or_path": "others/model"}'),
+        ("video_preprocessor_config.json", '{"auto_map": '),
+        ("custom_generate/generate.py", "print('mine')"),
+        ("inner/memory_megamem.py", "print('mine')"),
+    ],
+)
+def test_no_file_of_a_folder_brings_code_unasked(
+    megamem: Megamem, saved_run: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    folder = tmp_path / "exported"
+    assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    python, log = engine_stand_in(tmp_path / "engine", *SERVING)
+    write_code(folder, name, content)
+    refused = megamem("serve", folder, "--python", python)
+    assert (refused.code, f"({name})" in refused.output) == (2, True), refused.output
+    assert not log.exists()
+    assert megamem("serve", folder, "--python", python, "--trust-remote-code").code == 7
+
+
 def code_of(port: int, path: str, body: dict[str, Any]) -> int:
     """HTTP's code of the answer to a request."""
-    address = f"http://127.0.0.1:{port}/v1/{path}"
+    address = f"http://127.0.0.1:{port}{path if path.startswith('/') else f'/v1/{path}'}"
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -129,8 +162,10 @@ def code_of(port: int, path: str, body: dict[str, Any]) -> int:
         return error.code
 
 
-@pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not set: `make serve-check` installs vLLM, and sets it")
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+NEEDS_VLLM = pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not set: `make serve-check` sets it")
+
+
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
 def test_a_request_over_a_socket_is_answered_with_the_models_text(
     megamem: Megamem, corpus: Path, tmp_path: Path, engine: str
 ) -> None:
@@ -152,9 +187,10 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    python = ENGINE if engine == "vllm" else sys.executable
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    serve = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", ENGINE, "--port", port]
+    serve = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", python, "--port", port]
     with (tmp_path / "server.log").open("w+") as log:
         server = subprocess.Popen(
             [str(word) for word in serve],
@@ -186,6 +222,10 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
             ]
             message = {"role": "user", "content": BODY["prompt"]}
             refused.append(code_of(port, "chat/completions", {"model": "run", "messages": [message]}))
+            if engine == "transformers":
+                # Paths of its server that load what a request names, and unload the model.
+                refused += [code_of(port, path, {"model": str(run)}) for path in ("/load_model", "/reset", "systemone")]
+                assert code_of(port, "completions", BODY) == 200
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=120)

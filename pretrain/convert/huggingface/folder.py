@@ -31,6 +31,8 @@ from pretrain.errors import CheckpointError
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
 _PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
 _REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
+_CODE = (".py", ".pyc", ".so")
+_ADAPTER_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 2**24
 _BITS = (8, 4)
 _PICKLE = "pytorch_model.bin"
@@ -109,22 +111,41 @@ def write_small_files(
 
 
 def changed_code(folder: Path) -> list[str] | None:
-    """Files of code of a folder that are not those that an export writes today; None: the model needs no code.
+    """Files of a folder by which code would run that an export does not write today; None: no code of it would run.
+
+    These are files of code, in whatever folder below; and JSON files that name code, which may be elsewhere: a
+    tokenizer's and a processor's configuration have an `auto_map` of their own, and an adapter's names another model.
 
     Raises:
         CheckpointError: its configuration cannot be read.
     """
-    named = _read_config(folder / CONFIG_FILE).get("auto_map")
-    if named is None:
-        return None
-    ours = Path(__file__).parent / "remote_code"
-    # It may name code that is elsewhere.
-    config = [] if named == AUTO_MAP else [CONFIG_FILE]
-    return config + sorted(
-        path.name
-        for path in folder.glob("*.py")
-        if not (ours / path.name).is_file() or path.read_bytes() != (ours / path.name).read_bytes()
-    )
+    _read_config(folder / CONFIG_FILE)
+    named = {path: maps for path in sorted(folder.rglob("*.json")) if (maps := _named_code(path))}
+    code = sorted(path for path in folder.rglob("*") if path.suffix in _CODE)
+    changed = [path for path, maps in named.items() if (path, maps) != (folder / CONFIG_FILE, [AUTO_MAP])]
+    changed += [path for path in code if not _is_exported(path, folder)]
+    return [str(path.relative_to(folder)) for path in changed] if named or changed else None
+
+
+def _named_code(path: Path) -> list[Any]:
+    """Every `auto_map` in a JSON file, at any depth; the file itself where it names another model, or cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return [path.name]
+    found, left = [path.name] if path.name == _ADAPTER_FILE else [], [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            found += [value["auto_map"]] if value.get("auto_map") else []
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _is_exported(path: Path, folder: Path) -> bool:
+    ours = Path(__file__).parent / "remote_code" / path.name
+    return path.parent == folder and ours.is_file() and path.read_bytes() == ours.read_bytes()
 
 
 def _file_of(key: str) -> str:
