@@ -86,7 +86,7 @@ def launch_ranks(
         num_ranks: how many ranks.
         log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's
             last lines are seen.
-        num_threads: torch threads per rank; by default the cores this process may use, divided by the ranks.
+        num_threads: torch threads per rank; by default see `threads_per_rank`.
 
     Raises:
         ValueError: `num_ranks` or `num_threads` is below one.
@@ -97,7 +97,7 @@ def launch_ranks(
     if num_ranks < 1 or (num_threads is not None and num_threads < 1):
         raise ValueError(f"cannot start {num_ranks} ranks with {num_threads} threads each: both must be 1 or more")
     _check_forkable()
-    num_threads = num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    num_threads = num_threads or threads_per_rank(num_ranks)
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -244,3 +244,10 @@ def _kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
         time.sleep(0.005)
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Torch threads of each rank of this machine: as many as OMP_NUM_THREADS says, or else the cores that this process may
+    use, divided by the ranks."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, len(os.sched_getaffinity(0)) // num_ranks)

@@ -349,6 +349,11 @@ def check_seen_by_nodes(
         ]
     if profile.virtual_environment is not None and profile.container is None:
         named.append(("virtual_environment of the profile", profile.virtual_environment))
+        if not (interpreter := Path(profile.virtual_environment) / "bin" / "python").exists():
+            raise ConfigError(
+                f"virtual_environment of the profile is {profile.virtual_environment}, and there is no {interpreter}: name "
+                "the folder of an environment with megamem, or submit from where it is"
+            )
     named += [(f"file of {entry.name}", entry.file) for entry in profile.environment if entry.file is not None]
     for what, path in named:
         if not any(Path(path).is_relative_to(shared) for shared in profile.shared_paths):

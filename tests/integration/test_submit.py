@@ -54,6 +54,12 @@ def test_a_dry_run_of_a_sweep_prints_both_scripts(megamem: Megamem, config_file:
         ({}, ["train.sequence_length=100000000", "train.micro_batch_size=2"], 3, "Lower train.sequence_length"),
         ({"shared_paths": ["/shared"]}, ["train.micro_batch_size=2"], 2, "the run folder is"),
         (
+            {"virtual_environment": "/nowhere/venv"},
+            ["train.micro_batch_size=2"],
+            2,
+            "there is no /nowhere/venv/bin/python",
+        ),
+        (
             {"virtual_environment": "/venv", "shared_paths": ["/tmp"]},
             ["train.micro_batch_size=2"],
             2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parallel.launch import threads_per_rank
 from parallel.ranks import RankEnvironment, current_ranks, first_host, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig
 from tools.ranks import fewest_ranks
@@ -182,3 +183,14 @@ def test_malformed_nodelists(nodelist: str) -> None:
 )
 def test_a_layout_needs_whole_memory_groups_and_whole_replicas(layout: dict[str, int], ranks: int) -> None:
     assert fewest_ranks(ParallelConfig(**layout)) == ranks  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("said", "num_threads"), [("3", 3), ("0", 2), ("many", 2), ("", 2), (None, 2)])
+def test_ranks_have_the_threads_that_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, num_threads: int
+) -> None:
+    monkeypatch.setattr("parallel.launch.os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert threads_per_rank(4) == num_threads

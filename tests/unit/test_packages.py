@@ -59,7 +59,7 @@ def run_python(*arguments: object, path: tuple[Path, ...], cwd: Path) -> str:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the distribution is built from: a build leaves files in its folder."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in PACKAGES:
+    for name in (*PACKAGES, "configs"):
         shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("LICENSE", "NOTICE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copyfile(REPOSITORY / name, copy / name)
@@ -112,6 +112,16 @@ def test_a_wheel_has_every_module_and_no_name_that_others_have(installed: Path) 
         if path.relative_to(folder).parts[0] in PACKAGES and path.is_file()
     }
     assert sources == there
+
+
+def test_a_wheel_has_every_configuration_and_finds_profiles_by_name(installed: Path, tmp_path: Path) -> None:
+    configs = installed / "megamem_rooms" / "configs"
+    there = {path.relative_to(configs) for path in configs.rglob("*") if path.is_file()}
+    assert there == {path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.yaml")}
+    words = ("plan", configs / "ultramemv2" / "227m_1.2b.yaml", "--gpus", 1, "--gpu", "h100-80g")
+    assert "layouts on 1 GPUs" in run_python("-m", "megamem", *words, path=(installed,), cwd=tmp_path)
+    found = "from megamem.packages import put_ours_first; put_ours_first(); from slurm.profile import find_profile; print(find_profile('local'))"
+    assert Path(run_python("-c", found, path=(installed,), cwd=tmp_path).strip()) == configs / "clusters" / "local.yaml"
 
 
 def test_an_editable_installation_has_no_name_that_others_have(sources: Path, tmp_path: Path) -> None:
