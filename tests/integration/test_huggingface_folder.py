@@ -173,6 +173,25 @@ print(sum(table.nbytes for bank in large.model.banks.values() for table in bank.
     assert grown < table_bytes / 10
 
 
+def test_a_folder_that_lacks_weights_is_no_model(folder: Path, tmp_path: Path) -> None:
+    """transformers draws random ones in their place, with a warning among others."""
+    code = """
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+except ValueError as error:
+    print(error)
+"""
+    reader, lacking = open_safetensors(folder), tmp_path / "lacking"
+    lacking.mkdir()
+    for path in folder.iterdir():
+        if "safetensors" not in path.name:
+            shutil.copy(path, lacking)
+    infos = {name: info for name, info in reader.tensors.items() if name != "model.banks.0.values"}
+    write_safetensors(lacking, _Grown(reader, infos, set()), 2**27)
+    assert "is damaged: its files lack model.banks.0.values" in as_a_stranger(code, tmp_path, lacking)
+
+
 class _Grown:
     """A reader's tensors, some of which are larger, and the same number everywhere."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_mapped_tensor_is_that_of_the_file(tmp_path: Path, dtype: torch.dtype)
     tensors = {name: torch.randn(rows, 3).to(dtype) for name, rows in (("a", 5), ("b", 2000), ("c", 1))}
     save_file(tensors, tmp_path / "x.safetensors")
     for name, tensor in tensors.items():
-        found = memory_megamem.mapped_tensor(str(tmp_path / "x.safetensors"), name)
+        found = memory_megamem.mapped_tensor(str(tmp_path / "x.safetensors"), name, tuple(tensor.shape))
         assert found.dtype == dtype
         assert torch.equal(found, tensor)
 
@@ -101,5 +102,31 @@ def test_what_is_written_to_a_mapped_tensor_does_not_reach_the_file(tmp_path: Pa
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2000, 3)}, path)
     before = path.read_bytes()
-    memory_megamem.mapped_tensor(str(path), "a").zero_()
+    memory_megamem.mapped_tensor(str(path), "a", (2000, 3)).zero_()
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("gone", "model.banks.0.values is not there as it should be"),
+        ("integers", "model.banks.0.values is not there as it should be"),
+        ("halved", r"model.banks.0.values is \[50, 3\] .* and the configuration has \[100, 3\]"),
+        ("turned", r"model.banks.0.values is \[3, 100\]"),
+        ("cut", r"of 1192, and the configuration has \[100, 3\]"),
+    ],
+)
+def test_a_mapped_table_is_held_against_the_configuration(tmp_path: Path, damage: str, told: str) -> None:
+    name, rows = "model.banks.0.values", torch.randn(100, 3)
+    changed = {
+        "gone": {"other": rows},
+        "integers": {name: rows.int()},
+        "halved": {name: rows[:50]},
+        "turned": {name: rows.T.contiguous()},
+    }
+    path = tmp_path / "x.safetensors"
+    save_file(changed.get(damage, {name: rows}), path)
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(ValueError, match=told):
+        memory_megamem.mapped_tensor(str(path), name, (100, 3))

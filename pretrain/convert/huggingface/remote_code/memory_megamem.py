@@ -13,7 +13,9 @@ pre-values, B sums per token.
 from __future__ import annotations
 
 import json
+import math
 import mmap
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -76,24 +78,43 @@ class Shuffle:
         return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def mapped_tensor(path: str, name: str) -> Tensor:
+_ELEMENTS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CODES = {"U8": torch.uint8}
+
+
+def mapped_tensor(path: str, name: str, shape: tuple[int, int], bits: int | None = None) -> Tensor:
     """A tensor of a safetensors file as pages of that file, of which only those that are touched are read.
 
     The system keeps them while there is memory, and drops them when it is short. They are read one by one: the rows of
-    a memory lie anywhere in its table, and reading ahead would read dozens of pages for each.
+    a memory lie anywhere in its table, and reading ahead would read dozens of pages for each. Whoever cuts the file while it
+    is mapped ends the process: what is held here is held when it is mapped.
+
+    Args:
+        shape: that the model's configuration gives.
+        bits: of codes, in bytes; None: the tensor has floating-point elements.
+
+    Raises:
+        ValueError: the file lacks the tensor or some of its bytes, or has another.
     """
     with open(path, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        entry = json.loads(stream.read(size))[name]
+        try:
+            entry = json.loads(stream.read(size))[name]
+            dtype = (_ELEMENTS if bits is None else _CODES)[entry["dtype"]]
+            (begin, end), found = entry["data_offsets"], tuple(entry["shape"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged, or of another model: {name} is not there as it should be") from error
+        whole = begin >= 0 and end - begin == math.prod(shape) * dtype.itemsize
+        if found != shape or not whole or 8 + size + end > os.fstat(stream.fileno()).st_size:
+            raise ValueError(
+                f"{path} is damaged, or of another model: {name} is {list(found)} in bytes {begin} to {end} of "
+                f"{os.fstat(stream.fileno()).st_size - 8 - size}, and the configuration has {list(shape)}"
+            )
         # A private copy where it is written to, which nobody does: PyTorch warns of memory that cannot be written.
         pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
         pages.madvise(mmap.MADV_RANDOM)
-    begin, end = entry["data_offsets"]
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
-    dtype = names[entry["dtype"]]
-    count = (end - begin) // dtype.itemsize
-    return torch.frombuffer(pages, dtype=dtype, count=count, offset=8 + size + begin).view(entry["shape"])
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=8 + size + begin).view(shape)
 
 
 def record_bytes(width: int, bits: int) -> int:
@@ -177,12 +198,16 @@ class MegamemBank(nn.Module):
         self.bits = memory.get("table_bits")
         self.on_host: dict[str, Tensor] = {}
         self.hot: dict[str, HotRows] = {}
-        rows = rows_of_bank(memory, number)
-        for name, width in self.widths.items() if config.memory_device is None else ():
+        self.num_rows = rows_of_bank(memory, number)
+        for name in self.names if config.memory_device is None else ():
             if self.bits is None:
-                self.register_parameter(name, nn.Parameter(torch.empty(rows, width)))
+                self.register_parameter(name, nn.Parameter(torch.empty(self._shape(name))))
             else:
-                self.register_buffer(name, torch.zeros(rows, record_bytes(width, self.bits), dtype=torch.uint8))
+                self.register_buffer(name, torch.zeros(self._shape(name), dtype=torch.uint8))
+
+    def _shape(self, table: str) -> tuple[int, int]:
+        width = self.widths[table]
+        return self.num_rows, width if self.bits is None else record_bytes(width, self.bits)
 
     def map_tables(self, folder: Any, **where: Any) -> None:
         """Map the tables that are no parameters from the weights' files.
@@ -200,7 +225,8 @@ class MegamemBank(nn.Module):
                 files = json.load(stream)["weight_map"]
         for table in self.names:
             name = f"model.banks.{self.number}.{table}"
-            self.on_host[table] = mapped_tensor(cached_file(folder, files.get(name, SAFE_WEIGHTS_NAME), **where), name)
+            file = cached_file(folder, files.get(name, SAFE_WEIGHTS_NAME), **where)
+            self.on_host[table] = mapped_tensor(file, name, self._shape(table), self.bits)
 
     def _rows(self, table: str, ids: Tensor, like: Tensor) -> Tensor:
         """Rows of a table, [*ids, columns], in the dtype and on the device of `like`."""

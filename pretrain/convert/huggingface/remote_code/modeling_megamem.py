@@ -236,14 +236,22 @@ class MegamemPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """See transformers. With `memory_device="cpu"` the tables stay in their files, mapped into memory."""
+        """See transformers. With `memory_device="cpu"` the tables stay in their files, mapped into memory.
+
+        Raises:
+            ValueError: the files lack weights, for which transformers would draw random ones.
+        """
         keys = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
         where = {key: kwargs[key] for key in keys if kwargs.get(key) is not None}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+        tells = kwargs.pop("output_loading_info", False)
+        loaded, told = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if missing := sorted(told["missing_keys"]):
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"{pretrained_model_name_or_path} is damaged: its files lack {missing[0]}{others}")
+        for module in loaded.modules():
             if isinstance(module, MegamemBank):
                 module.map_tables(pretrained_model_name_or_path, **where)
-        return loaded
+        return (loaded, told) if tells else loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
