@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+
+from pretrain.run.rows import read_rows
 
 # Slurm looks at time limits, and thus sends signals, every 30 s, and says itself that one may come 60 s late.
 _LATE_BY_S = 60.0
@@ -22,7 +21,7 @@ def lead_seconds(metrics: Path, default_s: int) -> int:
     Two of the slowest saves that were measured, two of the slowest steps (a step is finished first), and what Slurm may
     be late by; never less than `default_s`, which alone counts while no save was measured.
     """
-    rows = list(_rows(metrics))
+    rows = read_rows(metrics, step=int)
     saves_s = [row["save_s"] for row in rows if row.get("save_s")]
     if not saves_s:
         return default_s
@@ -36,15 +35,4 @@ def last_step(metrics: Path) -> tuple[int | None, str | None]:
     if not metrics.exists():
         return None, None
     heard_at = datetime.fromtimestamp(metrics.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    return max((row["step"] for row in _rows(metrics) if "loss" in row), default=None), heard_at
-
-
-def _rows(metrics: Path) -> Iterable[dict[str, Any]]:
-    if not metrics.exists():
-        return
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            # Left half-written by a process that was killed.
-            continue
+    return max((row["step"] for row in read_rows(metrics, step=int) if "loss" in row), default=None), heard_at

@@ -24,6 +24,7 @@ from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import now
+from pretrain.run.rows import read_rows
 from slurm.policy import Action, Attempt, Cause, Decision, Ended
 
 _CHAIN = "chain"
@@ -122,10 +123,8 @@ class JobsFolder:
 
     def job_times(self) -> list[tuple[str, str]]:
         """The same, with the time at which each was queued."""
-        if not self.jobs.exists():
-            return []
-        rows = filter(None, map(_whole_row, self.jobs.read_bytes().splitlines()))
-        return [(row["job"], row["at"]) for row in rows]
+        # A full disk may have cut a row. Its job says of itself that it is there when it begins.
+        return [(row["job"], row["at"]) for row in read_rows(self.jobs, job=str, at=str)]
 
     def _ends_whole(self) -> bool:
         return not self.jobs.exists() or self.jobs.read_bytes()[-1:] in (b"", b"\n")
@@ -290,15 +289,6 @@ class AttemptFolder:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("megamem: ")]
         return (said or lines or [""])[-1]
-
-
-def _whole_row(line: bytes) -> dict[str, str] | None:
-    """A row of jobs; None of one that a full disk has cut. Its job says of itself that it is there when it begins."""
-    try:
-        row: dict[str, str] = json.loads(line)
-    except ValueError:
-        return None
-    return row
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +9,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from pretrain.run.rows import read_rows
 from pretrain.train.health.memories import Finding, course, findings
 
 Point: TypeAlias = tuple[float, float]
 
 
 def read_metrics(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`; none if there is no such file."""
-    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+    """The rows of a run's `metrics.jsonl`; none if there is no such file. Bad ones are named and left out."""
+    return read_rows(metrics, step=int)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,10 @@ def _read(path: Path) -> Curves:
             f"{path} is no run{did_you_mean_path(path)} Name a folder of `megamem train`, or the file {RunFolder(path).metrics.name} of one"
         )
     try:
-        return curves(read_metrics(file))
+        rows = read_metrics(file)
+        if not rows and file.stat().st_size:
+            raise ValueError("it has none")
+        return curves(rows)
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"{file} does not hold the rows of a run: {error}") from error
 

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -18,6 +17,7 @@ from parallel.refusals import in_words as error_in_words
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.rows import note_bad_row, parse_row
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
 from slurm.job_status import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
@@ -160,7 +160,7 @@ def line_of(path: Path) -> Line:
     """Figures of a run, from one look at its folder.
 
     Raises:
-        ConfigError: its configuration or its metrics are damaged.
+        ConfigError: its configuration is damaged.
     """
     folder = RunFolder(path)
     name, num_steps = _configured(folder)
@@ -208,32 +208,28 @@ def _configured(folder: RunFolder) -> tuple[str, int | None]:
 
 
 def newest_row(metrics: Path, key: str) -> dict[str, Any]:
-    """The last whole row with a key; empty if there is none in the last `TAIL_BYTES`.
-
-    Raises:
-        ConfigError: such a row is damaged.
-    """
+    """The last whole row with a key; empty if there is none in the last `TAIL_BYTES`."""
     return next(iter(newest_rows(metrics, key, 1)), {})
 
 
 def newest_rows(metrics: Path, key: str, number: int) -> list[dict[str, Any]]:
-    """The last whole rows with a key, the newest first, of the last `TAIL_BYTES`. Reads as little as it can.
-
-    Raises:
-        ConfigError: such a row is damaged.
-    """
-    mark = json.dumps(key).encode() + b":"
+    """The last whole rows with a key, the newest first, of the last `TAIL_BYTES`. Reads as little as it can."""
     try:
         with metrics.open("rb") as stream:
-            return [json.loads(line) for line in islice(filter(partial(_holds, mark), _whole_lines(stream)), number)]
+            return list(islice(_rows_with(key, stream, metrics), number))
     except FileNotFoundError:
         return []
-    except ValueError as error:
-        raise ConfigError(f"{metrics} does not hold the rows of a run: {error}") from error
 
 
-def _holds(mark: bytes, line: bytes) -> bool:
-    return mark in line
+def _rows_with(key: str, stream: BinaryIO, metrics: Path) -> Iterator[dict[str, Any]]:
+    mark = json.dumps(key).encode() + b":"
+    for line in _whole_lines(stream):
+        if mark in line:
+            try:
+                yield parse_row(line, step=int)
+            except ValueError as error:
+                # Lines are not counted from the end.
+                note_bad_row(f"{metrics}, near its end", error)
 
 
 def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:

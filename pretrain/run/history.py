@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import BinaryIO, TypeAlias
 
 from parallel.refusals import naming
-from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.rows import note_bad_row, numbered_rows
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,12 @@ def _last_byte(stream: BinaryIO) -> bytes:
 
 
 def read_history(folder: RunFolder) -> tuple[Event, ...]:
-    """Recorded events, in their order; none of runs from before there was such a file.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    if not folder.history.exists():
-        return ()
+    """Recorded events, in their order; none of runs from before there was such a file. Bad rows are named and left out."""
     events: list[Event] = []
-    for number, line in enumerate(folder.history.read_text(encoding="utf-8").splitlines(), start=1):
+    for row in numbered_rows(folder.history, event=str, step=int):
+        values = dict(row.values)
         try:
-            row = json.loads(line)
-        except ValueError:
-            # Left half-written by a process that was killed.
-            continue
-        try:
-            events.append(_NAMES[row.pop("event")](**row))
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{folder.history}, line {number}, is no event of a run ({error}): remove it") from error
+            events.append(_NAMES[values.pop("event")](**values))
+        except (TypeError, KeyError) as error:
+            note_bad_row(f"{folder.history}, line {row.number}", ValueError(f"is no event of a run ({error})"))
     return tuple(events)

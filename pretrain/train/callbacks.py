@@ -23,6 +23,7 @@ from pretrain.evaluation.evaluate import Evaluation, evaluate
 from pretrain.progress import Progress
 from pretrain.run.history import End, Incident, Start, now, write_event
 from pretrain.run.owner import Owner
+from pretrain.run.rows import numbered_rows
 from pretrain.train.callback import Callback, Row
 from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
@@ -80,9 +81,9 @@ class MetricsFile(RowWriter):
         self._forget_later_rows(run)
 
     def _forget_later_rows(self, run: Run) -> None:
-        rows = _rows_up_to(self._path, run.state.step) if self._path.exists() else []
+        kept = [row.line for row in numbered_rows(self._path, step=int) if row.values["step"] <= run.state.step]
         with atomic_write(self._path) as stream:
-            stream.write("".join(rows).encode())
+            stream.writelines(line + b"\n" for line in kept)
 
     def on_save(self, run: Run, report: SaveReport) -> None:
         self.write(
@@ -133,18 +134,6 @@ def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
             yield from scalars(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
-
-
-def _rows_up_to(path: Path, step: int) -> list[str]:
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                rows.append(line + "\n")
-        except ValueError:
-            # A row that a killed process left half-written; its step is past the checkpoint.
-            continue
-    return rows
 
 
 def _finite(value: Any) -> Any:

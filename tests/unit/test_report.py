@@ -119,6 +119,12 @@ def test_columns_of_a_run(make: Callable[..., Path]) -> None:
     assert list(found.of_blocks["coverage"]) == [2, 10]
 
 
+def test_a_bad_row_does_not_end_a_report(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("a", tail='[4]\n{"loss": 1.0}\n{"step": 5, "loss": 2.0, "consumed_tokens": 50}\n') / "metrics.jsonl"
+    assert read_metrics_file(path).step == 5
+    assert capsys.readouterr().err.count(f"note: {path}, line ") == 2
+
+
 def test_bins_keep_the_mean_and_the_extremes() -> None:
     column = Column(array("d", range(100, 200)), array("d", [float(x % 10) for x in range(100)]))
     found = binned(column, 10)
@@ -407,7 +413,7 @@ def _written(path: Path, rows: list[dict[str, Any]]) -> Path:
         (["empty"], "empty has no metrics.jsonl"),
         (["started.jsonl"], "has no row of a step yet"),
         (["bad.jsonl"], "bad.jsonl, line 2, is no row of a run"),
-        (["list.jsonl"], "list.jsonl, line 1, is no row of a run"),
+        (["list.jsonl"], "list.jsonl has no row of a step yet"),
         (["good.jsonl", "--output", "good.jsonl/page.html"], "good.jsonl cannot be made (File exists)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -419,7 +425,7 @@ def test_what_cannot_be_reported(
     Path("empty").mkdir()
     Path("started.jsonl").touch()
     _written(Path("good.jsonl"), ROWS[:1])
-    Path("bad.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
+    Path("bad.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"step": 2, "lr": "low"}\n')
     Path("list.jsonl").write_text("[1]\n")
     assert main(["report", *words]) == ConfigError.exit_code
     assert problem in " ".join(capsys.readouterr().err.split())

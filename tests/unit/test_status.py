@@ -123,7 +123,7 @@ def test_how_a_run_ended_is_told_by_its_history(
     assert standing_of(folder, 5, 5).state == ("failed" if state == "failed" else "finished")
 
 
-def test_a_history_survives_a_line_that_was_cut_off(make: Callable[..., RunFolder]) -> None:
+def test_a_history_survives_bad_lines(make: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]) -> None:
     folder = make("a")
     assert read_history(folder) == ()
     write_event(folder, START)
@@ -133,9 +133,11 @@ def test_a_history_survives_a_line_that_was_cut_off(make: Callable[..., RunFolde
     write_event(folder, START)
     assert read_history(folder) == (START, END, START)
     with folder.history.open("a") as stream:
-        stream.write('{"event": "party"}\n')
-    with pytest.raises(ConfigError, match=r"history.jsonl, line 5, is no event of a run"):
-        read_history(folder)
+        stream.write('{"event": "party", "step": 3}\n')
+    write_event(folder, END)
+    capsys.readouterr()
+    assert read_history(folder) == (START, END, START, END)
+    assert "history.jsonl, line 5: the row is no event of a run ('party'), and is left out" in capsys.readouterr().err
 
 
 def test_the_newest_rows_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +156,13 @@ def test_the_newest_rows_are_found_from_the_end(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(status, "TAIL_BYTES", 2000)
     assert newest_row(path, "validation_loss") == {}
     assert newest_row(path, "loss")["step"] == 99
+
+
+def test_the_newest_rows_are_found_past_bad_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"loss": 3.0}\n["loss": \xff\n')
+    assert newest_row(path, "loss") == {"step": 1, "loss": 2.0}
+    assert capsys.readouterr().err.count("near its end: the row ") == 2
 
 
 def test_a_line_of_a_run(make: Callable[..., RunFolder]) -> None:
@@ -227,7 +236,6 @@ def test_there_is_nothing_to_tell_of(
     [
         ("config.yaml", "train: 3\n", "config.yaml is not the configuration of a run"),
         ("config.yaml", "{", "config.yaml is not the configuration of a run"),
-        ("metrics.jsonl", '{"loss": \n', "metrics.jsonl does not hold the rows of a run"),
     ],
 )
 def test_a_damaged_run_does_not_hide_the_others(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import signal
 import subprocess
 import sys
@@ -249,6 +248,6 @@ def _losses(folder: Path) -> dict[int, float]:
     """Losses by step; of a step that was taken twice, the last."""
     try:
         rows = read_metrics(folder / "metrics.jsonl")
-    except (OSError, json.JSONDecodeError):
+    except OSError:
         return {}
     return {row["step"]: row["loss"] for row in rows if "loss" in row}

@@ -6,7 +6,6 @@ The metrics of a long run do not fit into a page, nor as rows into memory: they 
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
+from pretrain.run.rows import numbered_rows
 from pretrain.train.health.memories import Finding, findings
 from tools.run_status import Standing, standing_of
 from tools.vocabulary import with_vocabulary_of
@@ -175,7 +175,7 @@ def read_metrics_file(path: Path) -> Metrics:
     """The columns of a file of metrics.
 
     Raises:
-        ConfigError: it has no row of a step yet, or a line that is no row.
+        ConfigError: it has no row of a step yet, or one whose figures are of another kind.
     """
     figures: dict[str, Column] = {}
     of_blocks: dict[str, dict[int, Column]] = {}
@@ -185,9 +185,9 @@ def read_metrics_file(path: Path) -> Metrics:
     step = tokens = num_skipped = 0
     # A save's row may come some steps after its own, and says its step alone.
     tokens_at: dict[int, float] = {}
-    for number, line in enumerate(_whole_lines(path), start=1):
+    for numbered in numbered_rows(path, step=int):
+        row = numbered.values
         try:
-            row = json.loads(line)
             if "loss" in row:
                 if (stage := row.get("stage")) is not None and (not stages or stages[-1][1] != stage):
                     stages.append((tokens, stage))
@@ -206,19 +206,11 @@ def read_metrics_file(path: Path) -> Metrics:
             for name, block, value in _figures_of_blocks(row):
                 of_blocks.setdefault(name, {}).setdefault(block, Column()).add(tokens, value)
         except (ValueError, AttributeError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path}, line {number}, is no row of a run ({error})") from error
+            raise ConfigError(f"{path}, line {numbered.number}, is no row of a run ({error})") from error
     if not step:
         raise ConfigError(f"{path} has no row of a step yet: the run has just started, or never got so far")
     ordered = {name: dict(sorted(columns.items())) for name, columns in of_blocks.items()}
     return Metrics(step, tokens, figures, ordered, tuple(skipped), domains, tuple(stages))
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines but one that is being written, at the end."""
-    with path.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                yield line
 
 
 def _figures_of_blocks(row: dict[str, Any]) -> Iterator[tuple[str, int, float]]:

@@ -114,6 +114,21 @@ def test_a_resumed_run_keeps_rows_up_to_its_checkpoint_and_its_steps_fall_alike(
     assert [step.groups["values"][0] for step in world.steps] == VALUE_RATES[6:]
 
 
+def test_a_bad_row_is_named_and_does_not_end_a_start(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = [json.dumps({"step": step, "loss": 9.0}).encode() + b"\n" for step in (1, 2, 3)]
+    bad = [b'{"step": 2, "note": "\xff"}\n', b"[2]\n", b'{"loss": 2.0}\n']
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*old[:2], *bad, old[2]]))
+    world = make(spaced(checkpoint=4), state=RunState(3, 36, 288, 3))
+    world.run.last_saved_step = 3
+    world.train()
+    assert [row["step"] for row in world.rows[:4]] == [1, 2, 3, 4]
+    told = capsys.readouterr().err
+    for number, reason in ((3, "has a byte that is not UTF-8 (0xff)"), (4, "is not an object"), (5, "has no `step`")):
+        assert f"metrics.jsonl, line {number}: the row {reason}, and is left out" in told
+
+
 def owner_of(checks: list[str]) -> Any:
     return SimpleNamespace(check=lambda: checks.append("check"))
 
