@@ -277,7 +277,7 @@ def _bf16_on_cores() -> str:
     """Its place beside fp32, which docs/using.md measures."""
     if multiplies_bf16():
         return "these cores multiply its matrices: wide models train faster than in fp32"
-    return "these cores cannot multiply its matrices: fp32 is faster"
+    return "these cores cannot multiply its matrices: products are taken in fp32, so that fp32 alone is somewhat faster"
 
 
 def _clock_is_synchronised() -> bool:
@@ -301,7 +301,10 @@ def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Findin
     text = f"can run here on {plural(num_ranks, 'rank')}"
     if any(stage.train.precision == "bf16" for stage in stages) and not (num_visible_gpus() or multiplies_bf16()):
         return Finding(
-            path, "note", f"{text}, in bf16, for which these cores are slow", "train.precision=fp32 is faster here"
+            path,
+            "note",
+            f"{text}, in bf16, whose products these cores take in fp32",
+            "train.precision=fp32 is somewhat faster here",
         )
     return Finding(path, "ok", text)
 

@@ -126,7 +126,7 @@ def train_rank(
     # Importing Megatron from a busy disk and loading a large checkpoint take minutes, in which a run can be asked to
     # stop too. In a Slurm job somebody has listened since Python started.
     stop = StopRequest(heed_earlier=True)
-    from pretrain.engine.session import session
+    from pretrain.engine.session import session, takes_products_in_fp32
     from pretrain.train.callbacks import default_callbacks
     from pretrain.train.loop import train
     from pretrain.train.run import owning
@@ -144,6 +144,8 @@ def train_rank(
                 _record(stages, folder, start)
             finished = run.state.step >= run.config.train.num_steps
             if speaks:
+                if groups.device.type == "cpu" and takes_products_in_fp32(run.config):
+                    print("bf16: these cores cannot multiply it, so products are taken in fp32 and rounded", flush=True)
                 choice = choices[_stage_name(run.config)]
                 said = "" if choice is None else f"\n{choice.text}"
                 print(_finished(run) if finished else f"{_headline(run)}{said}", flush=True)

@@ -125,7 +125,7 @@ class TrainConfig(Config):
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state. CPUs without
-    instructions for matrices of bf16 are slower in it (`megamem doctor`)."""
+    instructions for matrices of bf16 take products in fp32 (`megamem doctor`)."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
     loss_chunk_tokens: PositiveInt | None = 8192

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from kernels.processor import multiplies_bf16
+from parallel.cpu_products import products_in_fp32
 from parallel.determinism import deterministic_algorithms
 from parallel.devices import why_gpus_are_unusable
 from parallel.environment import settle_environment
@@ -22,7 +24,7 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
 
     Args:
         config: whose layout the groups have.
-        later: of layouts that may take its place (`relaid`).
+        later: configurations that may take its place (`relaid`).
 
     Raises:
         RuntimeError: nobody has started ranks (see `parallel.launch`).
@@ -43,11 +45,19 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
             )
         if deterministic:
             stack.enter_context(deterministic_algorithms())
-        yield stack.enter_context(
+        groups = stack.enter_context(
             parallel_context(
                 parallel_sizes(config), ranks, store, timeout_minutes=layout.timeout_minutes, seed=config.seed
             )
         )
+        if groups.device.type == "cpu" and takes_products_in_fp32(config, *later):
+            stack.enter_context(products_in_fp32())
+        yield groups
+
+
+def takes_products_in_fp32(*configs: RunConfig) -> bool:
+    """True if one is in bf16, and this machine's cores cannot multiply that. Whether there are GPUs is not asked."""
+    return any(config.train.precision == "bf16" for config in configs) and not multiplies_bf16()
 
 
 def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:

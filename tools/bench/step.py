@@ -99,7 +99,7 @@ def bench_steps_rank(
     """Measure on one rank: one layout after the other, and on GPUs one configuration after the other."""
     configs = {name: contender.config for name, contender in contenders.items()}
     step_s: dict[str, float] = {}
-    with session(next(iter(configs.values()))) as groups:
+    with session(*configs.values()) as groups:
         if groups.is_main:
             print("\n".join(_header(contenders, groups, f"{rounds} rounds of {steps} steps")), flush=True)
         # The load of a CPU changes; GPUs have less memory.

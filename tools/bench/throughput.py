@@ -19,7 +19,7 @@ from tools.bench.step_profile import StepTimes, measure_turns, turns
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:
     """Measure on one rank, one layout after the other."""
     times: dict[str, StepTimes] = {}
-    with session(next(iter(configs.values()))) as groups:
+    with session(*configs.values()) as groups:
         for measured in measure_turns(turns(configs), groups, rounds=rounds, steps=steps, with_marks=False):
             times |= measured
         if groups.is_main:
