@@ -28,12 +28,13 @@ class BlendIndex:
         num_samples: of each stream.
     """
 
-    def __init__(self, weights: Sequence[float], num_samples: int, folder: Path) -> None:
+    def __init__(self, weights: Sequence[float], num_samples: int, folder: Path, *, checked: bool = True) -> None:
         """Open the index of so many samples, or make it.
 
         Args:
             weights: of the streams, in any unit.
             folder: where it is kept.
+            checked: hold it against its hashes, which one process of a machine does.
 
         Raises:
             DataError: it cannot be kept there.
@@ -46,7 +47,7 @@ class BlendIndex:
 
         key = hashlib.sha256(repr((_BLEND_FORMAT, shares, num_samples)).encode()).hexdigest()[:32]
         names = ("blend-streams", "blend-numbers", "blend-counts")
-        self._streams, self._numbers, counts = open_index(folder, key, names, make, "the blend")
+        self._streams, self._numbers, counts = open_index(folder, key, names, make, "the blend", checked=checked)
         self.num_samples: list[int] = counts.tolist()
 
     def __getitem__(self, index: int) -> tuple[int, int]:

@@ -51,6 +51,8 @@ class StreamConfig(GPTDatasetConfig):
 
     index_folder: Path = Path()
     """Folder of index arrays, kept between runs and shared between ranks."""
+    checks_index: bool = True
+    """Whether this rank holds index arrays against their hashes: one of a machine does."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
     prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -98,7 +100,9 @@ class StreamDataset(GPTDataset):
 
         names = ("documents", "samples", "order")
         folder = self.config.index_folder
-        documents, samples, order = open_index(folder, self._index_key(), names, make, self.dataset_path)
+        documents, samples, order = open_index(
+            folder, self._index_key(), names, make, self.dataset_path, checked=self.config.checks_index
+        )
         return documents, samples, order
 
     def _index_key(self) -> str:
@@ -236,6 +240,8 @@ def build_train_dataset(
     # Opened first, for their checks: nothing is built for data that cannot be read.
     files = [dataset.open_split(TRAIN) for dataset in datasets]
     prefixes = [dataset.prefix(TRAIN) for dataset in datasets]
+    ranks = current_ranks()
+    is_first_of_machine = ranks is None or ranks.local_rank == 0
     config = StreamConfig(
         random_seed=seed,
         sequence_length=sequence_length,
@@ -247,6 +253,7 @@ def build_train_dataset(
         eod_mask_loss=False,
         create_attention_mask=False,
         index_folder=Path(cache_dir),
+        checks_index=is_first_of_machine,
         content_fingerprints=dict(
             zip(prefixes, (dataset.manifest.content_fingerprint for dataset in datasets), strict=True)
         ),
@@ -264,11 +271,10 @@ def build_train_dataset(
     def build() -> Sequence[dict[str, Any]] | BlendedSamples:
         if len(entries) == 1:
             return stream(0, num_samples)
-        index = BlendIndex(shares.weights, num_samples, config.index_folder)
+        index = BlendIndex(shares.weights, num_samples, config.index_folder, checked=is_first_of_machine)
         return BlendedSamples(index, [stream(number, count) for number, count in enumerate(index.num_samples)])
 
-    ranks = current_ranks()
-    samples = in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0)
+    samples = in_turns(build, is_first_of_machine=is_first_of_machine)
     return TrainDataset(samples, num_samples, eod)
 
 

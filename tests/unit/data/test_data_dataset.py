@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from pretrain.config.schema import DatasetEntry
 from pretrain.data.blend import check_blend
 from pretrain.data.blended import BlendIndex
 from pretrain.data.dataset import TrainDataset, build_train_dataset
+from pretrain.data.index_files import open_index
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, train_bpe
@@ -177,13 +180,62 @@ def test_leftovers_of_a_killed_writer_do_not_count_as_an_index(tmp_path: Path):
     assert rows(build([entry], tmp_path / "cache")) == wanted
 
 
-def test_index_that_is_damaged_or_cannot_be_written_is_an_error(tmp_path: Path):
+def _flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _save_as(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda path: np.save(path, change(np.load(path)))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped bit": _flip_last_bit,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "cut in the header": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+    "text": lambda path: path.write_text("x" * 500),
+    "other dtype": _save_as(lambda array: array.astype(np.float64)),
+    "other shape": _save_as(lambda array: array[:-1]),
+    "header of a pickle": lambda path: path.write_bytes(path.read_bytes().replace(b"<i", b"|O")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_made_anew_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str):
+    entries = [make(tmp_path, TEXTS, name="one"), make(tmp_path, TEXTS[:3], name="two")]
+    cache = tmp_path / "cache"
+    wanted = rows(build(entries, cache))
+    files = {path: path.read_bytes() for path in sorted(cache.iterdir())}
+    assert len(files) == 12
+    assert capsys.readouterr().err == ""
+    for path, content in files.items():
+        if path.suffix == ".npy" or damage in ("flipped bit", "cut", "empty", "missing", "text"):
+            DAMAGES[damage](path)
+            assert rows(build(entries, cache)) == wanted
+            told = capsys.readouterr().err
+            assert f"{path} is " in told
+            assert "is made anew" in told
+        assert path.read_bytes() == content
+
+
+def test_an_index_that_others_have_checked_is_opened_as_it_is(tmp_path: Path):
+    made = list[list[Path]]()
+
+    def write(paths: list[Path]) -> None:
+        made.append(paths)
+        np.save(paths[0], np.arange(5))
+
+    for checked in (False, False, True):
+        (array,) = open_index(tmp_path, "key", ["order"], write, "a test", checked=checked)
+        assert array.tolist() == [0, 1, 2, 3, 4]
+    assert len(made) == 1
+
+
+def test_index_that_cannot_be_written_is_an_error(tmp_path: Path):
     entry = make(tmp_path, TEXTS)
-    build([entry], tmp_path / "cache")
-    for path in (tmp_path / "cache").iterdir():
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"the index of .* cannot be kept there .*remove the folder"):
-        build([entry], tmp_path / "cache")
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DataError, match="cannot be kept there"):
         build([entry], tmp_path / "file")
