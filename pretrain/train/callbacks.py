@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import secrets
+import shutil
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ from megamem.placement.block_plan import paired_in_attention
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
 from parallel.refusals import naming
+from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.engine.build import unwrap
@@ -23,7 +28,7 @@ from pretrain.evaluation.evaluate import Evaluation, evaluate
 from pretrain.progress import Progress
 from pretrain.run.history import End, Incident, Start, now, write_event
 from pretrain.run.owner import Owner
-from pretrain.run.rows import numbered_rows
+from pretrain.run.rows import NumberedRow, numbered_rows
 from pretrain.train.callback import Callback, Row
 from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
@@ -68,22 +73,41 @@ class MetricsFile(RowWriter):
     """`metrics.jsonl`: one object per step and per evaluation, with full precision.
 
     A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run;
-    so does one that goes back.
+    so does one that goes back. The file of a run that has no checkpoint yet is set aside: its rows are all that is left
+    of those steps.
     """
 
     def on_start(self, run: Run) -> None:
         self._path = run.folder.metrics
         stage = run.config.stage
         self._of_stage: Row = {} if stage is None else {"stage": stage.name}
-        self._forget_later_rows(run)
+        rows = list(numbered_rows(self._path, step=int))
+        last = max((row.values["step"] for row in rows), default=0)
+        if last > run.state.step and not list_checkpoints(run.folder.checkpoints):
+            aside = self._set_aside()
+            print(
+                f"note: {run.folder.path} has rows of {last:,} steps and no checkpoint: the run was ended before its first "
+                f"one was complete. It starts again at step {run.state.step:,}; those rows are in {aside.name}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._keep(rows, run.state.step)
 
     def on_rewind(self, run: Run) -> None:
-        self._forget_later_rows(run)
+        self._keep(list(numbered_rows(self._path, step=int)), run.state.step)
 
-    def _forget_later_rows(self, run: Run) -> None:
-        kept = [row.line for row in numbered_rows(self._path, step=int) if row.values["step"] <= run.state.step]
+    def _set_aside(self) -> Path:
+        """Give the file a second name, `metrics-1.jsonl` or the next free one, under which it stays as it is."""
+        for number in itertools.count(1):
+            aside = self._path.with_stem(f"{self._path.stem}-{number}")
+            if not os.path.lexists(aside):
+                break
+        shutil.copyfile(self._path, aside)
+        return aside
+
+    def _keep(self, rows: list[NumberedRow], last_step: int) -> None:
         with atomic_write(self._path) as stream:
-            stream.writelines(line + b"\n" for line in kept)
+            stream.writelines(row.line + b"\n" for row in rows if row.values["step"] <= last_step)
 
     def on_save(self, run: Run, report: SaveReport) -> None:
         self.write(

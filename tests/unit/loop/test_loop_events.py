@@ -129,6 +129,27 @@ def test_a_bad_row_is_named_and_does_not_end_a_start(
         assert f"metrics.jsonl, line {number}: the row {reason}, and is left out" in told
 
 
+def test_rows_of_a_run_without_a_checkpoint_are_set_aside_with_a_word(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = b"".join(json.dumps({"step": step, "loss": 9.0}).encode() + b"\n" for step in (1, 2, 3)) + b'{"st'
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_bytes(old)
+        world = make(spaced(checkpoint=4))
+        world.train()
+        assert (tmp_path / f"metrics-{number}.jsonl").read_bytes() == old
+        assert world.rows[0]["step"] == 1
+        assert world.rows[0]["loss"] != 9.0
+        told = capsys.readouterr().err
+        assert "has rows of 3 steps and no checkpoint" in told
+        assert f"starts again at step 0; those rows are in metrics-{number}.jsonl" in told
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    world = make(spaced(checkpoint=4))
+    world.train()
+    assert not (tmp_path / "metrics-3.jsonl").exists()
+    assert "no checkpoint" not in capsys.readouterr().err
+
+
 def owner_of(checks: list[str]) -> Any:
     return SimpleNamespace(check=lambda: checks.append("check"))
 
