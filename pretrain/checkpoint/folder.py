@@ -22,6 +22,7 @@ from typing import Any
 
 from parallel.atomic_write import sync
 from pretrain.checkpoint.hashes import RecordedFile, record
+from pretrain.checkpoint.taken_names import refuse_if_taken
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -121,11 +122,30 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def publish(path: Path, final: Path) -> None:
-    """Give a folder whose `state.json` is on disk its name, in place of whatever has it."""
+    """Give a folder whose `state.json` is on disk its name, in place of an older checkpoint that has it.
+
+    Raises:
+        CheckpointError: something else has it.
+    """
+    refuse_if_taken(final, STATE_FILE)
     if final.exists():
         shutil.rmtree(final)
     path.rename(final)
     sync(final.parent)
+
+
+def refuse_taken_names(folder: Path, after_step: int) -> None:
+    """Look whether checkpoints of later steps can have their names.
+
+    Raises:
+        CheckpointError: a file, a link or a folder of somebody's is in the way.
+    """
+    for path in list_checkpoints(folder):
+        if step_of(path) > after_step:
+            refuse_if_taken(path, STATE_FILE)
+    for path in folder.glob(f"{_WRITING_PREFIX}*"):
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError(f"{path} is no folder, and checkpoints are written under such names: move it away")
 
 
 def read_state(path: Path) -> SavedState:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megamem.config import ModelConfig
 from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
-from pretrain.checkpoint.folder import SavedState, newest_readable
+from pretrain.checkpoint.folder import SavedState, newest_readable, refuse_taken_names
 from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample
 from pretrain.config.schema import RunConfig
@@ -88,6 +88,7 @@ def check_start(
         # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
         # of a checkpoint, of which there are as many as ranks.
         saved = newest_readable(folder.checkpoints)
+        refuse_taken_names(folder.checkpoints, 0 if saved is None else saved.step)
         if saved is not None:
             # Loading it checks whether it is whole.
             check_resumable(config, saved)

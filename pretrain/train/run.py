@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups, barrier
-from pretrain.checkpoint.folder import SavedState, read_state, step_folder
+from pretrain.checkpoint.folder import SavedState, read_state, refuse_taken_names, step_folder
 from pretrain.checkpoint.newest import newest_complete, nothing_complete, refuse_damage
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
@@ -171,6 +171,7 @@ def open_run(
         tokenizer = tokenizer.taking_special_tokens()
     trained = config.optimizer.trained_layers
     state = RunState().training(trained) if saved is None else saved.run
+    _refuse_taken_names(folder, state, groups)
     check_position(config, state, folder.path if saved is None else saved.path)
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
@@ -244,6 +245,23 @@ def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
         yield owner
 
 
+def _refuse_taken_names(folder: RunFolder, state: RunState, groups: ParallelGroups) -> None:
+    """Look, on rank 0, whether checkpoints to come can have their names. Collective.
+
+    Raises:
+        CheckpointError: on every rank: something else has one.
+    """
+    refusal: list[CheckpointError | None] = [None]
+    if groups.is_main:
+        try:
+            refuse_taken_names(folder.checkpoints, state.step)
+        except CheckpointError as error:
+            refusal = [error]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise refusal[0]
+
+
 def _checkpoint_to_go_on_from(
     config: RunConfig,
     folder: RunFolder,
@@ -266,6 +284,8 @@ def _checkpoint_to_go_on_from(
     begins = config.stage is not None and saved.step == config.stage.steps_before
     changes = check_resumable(config, saved, as_new_run=begins and saved.path.parent != folder.checkpoints)
     told = [*check_trained_data(config, saved, datasets), *lost_of_tables(saved, config)]
+    if check_hashes and any(file.sha256 is None for file in saved.files.values()):
+        told.append(f"{saved.path} has format 1, which has no hashes: its files were held against their sizes alone")
     if groups.is_main:
         print(f"{'beginning' if begins else 'resuming'} from {saved.path} (step {saved.step})", flush=True)
         for change in changes:

@@ -122,6 +122,44 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == step_names([5])
 
 
+def in_the_way(path: Path, what: str) -> None:
+    if what == "a file":
+        path.write_text("mine")
+    elif what == "a link":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "notes.txt"])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, what: str) -> None:
+    write(tmp_path, 3)
+    path = folders.step_folder(tmp_path, 5)
+    in_the_way(path, what)
+    # Of no concern to a run that is past it.
+    folders.refuse_taken_names(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=rf"step_00000005 .*{what}.*move it away"):
+        folders.refuse_taken_names(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="move it away"):
+        write(tmp_path, 5)
+    assert os.path.lexists(path)
+    assert not path.is_dir() or (path / "notes.txt").read_text() == "mine"
+
+
+def test_later_checkpoints_may_be_replaced_whole_or_damaged(tmp_path: Path) -> None:
+    for step in (4, 5, 6):
+        write(tmp_path, step)
+    (folders.step_folder(tmp_path, 5) / folders.STATE_FILE).unlink()
+    (folders.step_folder(tmp_path, 6) / folders.STATE_FILE).write_bytes(b"\xff")
+    folders.refuse_taken_names(tmp_path, 3)
+    for step in (4, 5, 6):
+        write(tmp_path, step)
+    (tmp_path / ".writing_step_00000007").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.writing_step_00000007 is no folder"):
+        folders.refuse_taken_names(tmp_path, 6)
+
+
 def test_steps_of_any_length_are_in_order(tmp_path: Path) -> None:
     for step in (10**9, 3, 20):
         write(tmp_path, step)
