@@ -268,8 +268,8 @@ class SuggestingParser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             words = [*(word.strip(" '") for word in choice[2].split(",")), *self.studies]
             return next(iter(difflib.get_close_matches(choice[1], words, n=1)), None)
-        if override := re.search(r"unrecognized arguments: (?:.* )?--(\w+\.[\w.]+=\S+)", message):
-            return override[1]
+        if override := re.search(r"unrecognized arguments: (?:.* )?--(\w+\.[\w.]+)[= ](\S+)", message):
+            return f"{override[1]}={override[2]}"
         if unknown := re.search(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message):
             options = sorted(set(re.findall(r"--[\w-]+", self.format_help())))
             return next(iter(difflib.get_close_matches(unknown[1], options, n=1)), None)

@@ -62,6 +62,8 @@ def run_plot(args: argparse.Namespace) -> int:
         raise ConfigError("two of the runs have one name: rename one of their folders, or of their files")
     first: Path = args.runs[0]
     output: Path = args.output or (first if first.is_dir() else first.parent) / "plot.png"
+    if output.suffix.lstrip(".").lower() not in (endings := _endings()):
+        raise ConfigError(f"--output is {output}, and pictures end with {', '.join(endings)}: name one of these")
     figure = draw(runs)
     try:
         with naming(output):
@@ -74,6 +76,13 @@ def run_plot(args: argparse.Namespace) -> int:
         for sentence in in_words(run.dropped_out).values():
             print(f"{name}: {sentence}", flush=True)
     return 0
+
+
+def _endings() -> list[str]:
+    """Endings of the files that pictures can be."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
 def name_of(path: Path) -> str:

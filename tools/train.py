@@ -252,10 +252,11 @@ def _closing(run: Run) -> str:
     for sentence in in_words(curves(rows).dropped_out).values():
         result += f"note: at the end {sentence}\n"
     path, stage = run.folder.path, run.config.stage
+    named = shlex.quote(str(path))
     longer = f"train.num_steps={2 * run.config.train.num_steps}" if stage is None else "with one more stage"
     return (
         f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
-        f"next: megamem eval {path}\n"
-        f"      megamem generate {path}{_prompt(run)}\n"
+        f"next: megamem eval {named}\n"
+        f"      megamem generate {named}{_prompt(run)}\n"
         f"      megamem train ... {longer} goes on with this run"
     )

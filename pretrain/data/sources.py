@@ -324,7 +324,7 @@ def read_documents(
         except BadDocument as error:
             log.add(record.origin, str(error))
             continue
-        if text:
+        if text and not text.isspace():
             num_documents_per_input[record.file.input_index] += 1
             yield text
     check_inputs_yielded(inputs, num_documents_per_input)

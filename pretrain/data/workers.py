@@ -129,7 +129,8 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
         except BadDocument as error:
             text, reason = "", str(error)
         parts = cut(text, how.cut_documents) if how.cut_documents else [text]
-        texts.append([part for part in parts if part])
+        # Blanks alone are no document: it would teach when one ends.
+        texts.append([] if text.isspace() else [part for part in parts if part])
         reasons.append(reason)
     eod = np.array([how.tokenizer.eod], dtype=how.tokenizer.token_dtype)
     ids = iter(how.tokenizer.tokenize_batch([part for parts in texts for part in parts]))

@@ -96,7 +96,7 @@ def test_a_picture_of_a_folder_and_a_file(tmp_path: Path, capsys: pytest.Capture
         (["bad.jsonl"], "does not hold the rows of a run"),
         (["list.jsonl"], "does not hold the rows of a run"),
         (["good.jsonl", "again/good.jsonl"], "have one name"),
-        (["good.jsonl", "--output", "picture.doc"], "picture.doc, which cannot be written"),
+        (["good.jsonl", "--output", "picture.doc"], "picture.doc, and pictures end with"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

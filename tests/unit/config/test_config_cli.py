@@ -125,6 +125,7 @@ def test_errors_of_the_configuration_are_one_paragraph(config_file: Path, capsys
         (["config", "show", "--explan"], ["unrecognized arguments: --explan: did you mean --explain?"]),
         (["config", "show", "a.yaml", "--keis", "a=1"], ["did you mean --keys?"]),
         (["config", "show", "a.yaml", "--optimizer.lr=3"], ["did you mean optimizer.lr=3?"]),
+        (["config", "show", "a.yaml", "--optimizer.lr", "3"], ["did you mean optimizer.lr=3?"]),
         (["config", "show", "a.yaml", "--key"], ["unrecognized arguments: --key"]),
         (["config", "check"], ["the following arguments are required: CONFIG. `"]),
         (["config", "check", "a.yaml", "--ranks", "x"], ["argument --ranks: 'x' is not a whole number"]),

@@ -237,16 +237,16 @@ def test_nothing_need_be_held_out(tmp_path: Path) -> None:
 
 
 def test_documents_may_be_empty_or_alike_and_folders_named_at_will(tmp_path: Path) -> None:
-    """No document for a text of no characters, one for every other; a shell would take the folder's name apart."""
+    """No document for a text of blanks or nothing, one for every other; a shell would take the folder's name apart."""
     folder = tmp_path / 'it\'s "Käse", für #1 $HOME'
     folder.mkdir()
     texts = ["aa", "", "aa", "ü", " ", "", "aa", "b"]
     (folder / "a b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     result = run(folder / "a b.jsonl", folder / "out", validation_fraction=0.0)
     ids = np.fromfile(folder / "out" / "train.bin", dtype=np.uint16).tolist()
-    assert ids == [token for text in texts if text for token in (*text.encode(), result.dataset.tokenizer.eod)]
-    assert documents(folder / "out", "train") == [text for text in texts if text]
-    assert result.dataset.manifest.num_empty == 2
+    assert ids == [token for text in texts if text.strip() for token in (*text.encode(), result.dataset.tokenizer.eod)]
+    assert documents(folder / "out", "train") == [text for text in texts if text.strip()]
+    assert result.dataset.manifest.num_empty == 3
 
 
 def test_documents_to_hold_out_can_be_named(tmp_path: Path) -> None:

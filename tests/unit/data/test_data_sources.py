@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.files import list_files
+from pretrain.data.prepare import prepare
 from pretrain.data.sources import BadDocumentLog, read_documents, read_records
+from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import DataError
 
 
@@ -52,6 +54,15 @@ def write_arrow(path: Path, columns: dict, rows_per_batch: int = 3) -> Path:
     with new(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=rows_per_batch)
     return path
+
+
+def test_blanks_are_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "   ", "", "\n\t\u00a0", "two ")))
+    assert texts(path) == ["one", "two "]
+    prepared = prepare([str(path)], tmp_path / "out", ByteTokenizer(), validation_fraction=0, num_workers=1).dataset
+    assert prepared.manifest.splits["train"].num_documents == 2
+    assert prepared.manifest.num_empty == 3
 
 
 def test_directory_is_read_recursively_in_path_order_without_hidden_files(tmp_path: Path):
