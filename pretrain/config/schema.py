@@ -465,6 +465,11 @@ class RunConfig(Config):
     stage: Annotated[StageConfig | None, Role.RUNNING] = None
     """The stage of a run of several that this is; null: the whole run. Not to be written by hand: see `stages`."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not PLAIN_NAME.fullmatch(self.name) or not self.name.strip("."):
+            raise ValueError(f"name is {self.name!r}: it names a folder, so use letters, digits and . _ - + =")
+
     @property
     def run_steps(self) -> int:
         """Optimizer steps of the run, all its stages included."""

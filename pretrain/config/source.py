@@ -62,6 +62,8 @@ class Node:
 
 MAX_VALUES = 100_000
 """In one file or override: a few lines whose aliases name each other would otherwise unfold without end."""
+MAX_BYTES = 10_000_000
+"""In one file."""
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
 # YAML 1.2's scalar rules: the type, what it looks like, and the characters that it may begin with.
@@ -115,8 +117,17 @@ def read_yaml_file(path: Path, layer: Layer) -> Node:
     Raises:
         ConfigError: the file is missing, unreadable, empty, not UTF-8, not YAML, or not a mapping.
     """
+    # A pipe that the command line names is the user's own; one that a file names could keep everybody waiting.
+    if path.exists() and not (path.is_file() or path.is_dir() or (path.is_fifo() and layer == Layer.FILE)):
+        raise ConfigError(f"{path} is no regular file: a configuration is a file of YAML")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"{path} has more than {MAX_BYTES:,} bytes, which no configuration has: is it another file?"
+            )
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text ({error.reason})") from error
     except OSError as error:

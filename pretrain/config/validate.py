@@ -13,14 +13,16 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
+from pretrain.config.position import tokens_of_run
 from pretrain.config.schedule import schedule_span
-from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
+from pretrain.config.schema import BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.config.table_gradients import gradients_problems, settled
 from pretrain.errors import ConfigError
 
 _WIDE_LOAD_BYTES = 16
 """A row that is a multiple of this, from its first byte on, is read in the widest loads that a GPU has."""
+_MOST_TOKENS = 2**63 - 1
 
 
 def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> RunConfig:
@@ -37,6 +39,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
+    problems += _length(config)
     problems += [*gradients_problems(config), *_table_folder(config), *apex_problems(config)]
     problems += _control(config)
     if on_this_machine:
@@ -213,10 +216,16 @@ def _control(config: RunConfig) -> Iterator[str]:
             yield f"{key}, and optimizer.table_folder has the rows alone that tokens ask for: leave it out, or {fix}"
 
 
+def _length(config: RunConfig) -> Iterator[str]:
+    """Tokens of the run, whose places in the data are counted in 64 bits."""
+    num_steps = config.train.num_steps
+    num_tokens = tokens_of_run(config.train, config.stage, num_steps)
+    if num_tokens > _MOST_TOKENS:
+        yield f"train.num_steps is {num_steps}, in which a run reads more than {_MOST_TOKENS:,} tokens: lower it"
+
+
 def _names(config: RunConfig) -> Iterator[str]:
-    """Names of folders: the run's, and those of data sets."""
-    if not PLAIN_NAME.fullmatch(config.name) or not config.name.strip("."):
-        yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
+    """Names of data sets, and their folders."""
     entries = [(f"data.datasets.{index}", entry.path, entry.name) for index, entry in enumerate(config.data.datasets)]
     entries += [
         (f"evaluation.datasets.{index}", entry.path, entry.name)

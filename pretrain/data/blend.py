@@ -42,6 +42,10 @@ def open_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[Prepar
     return [first, *others]
 
 
+MOST_DOCUMENTS = 2**31 - 1
+"""In the order that Megatron's index holds, over all epochs."""
+
+
 def domain_names(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[str]:
     """The domain of each entry: its name, or the end of its path, or all of it where two different paths end alike."""
     ends = {entry.path: Path(entry.path).name for entry in entries if entry.name is None}
@@ -119,6 +123,27 @@ def check_epochs(
             "train.global_batch_size or less, or raise the epochs"
         )
     return shares
+
+
+def check_document_order(
+    entries: Sequence[DatasetEntry], datasets: Sequence[PreparedDataset], sequence_length: int, num_samples: int
+) -> None:
+    """Refuse a run whose order of documents is longer than Megatron's index of them.
+
+    Raises:
+        ConfigError: naming the data set, and what can be changed.
+    """
+    shares = blend_shares(entries, datasets, sequence_length)
+    for weight, dataset in zip(shares.weights, datasets, strict=True):
+        split = dataset.manifest.splits[TRAIN]
+        num_tokens = num_samples * weight / sum(shares.weights) * sequence_length
+        num_documents = num_tokens / split.num_tokens * split.num_documents
+        if num_documents > MOST_DOCUMENTS:
+            raise ConfigError(
+                f"train.num_steps asks for {num_tokens:.3g} tokens of {dataset.path}, {num_documents:.3g} documents one after "
+                f"the other, and an order of documents has {MOST_DOCUMENTS:,} at most: lower it, or take "
+                "data.shuffle=samples, which keeps no order"
+            )
 
 
 def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:

@@ -30,7 +30,7 @@ from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from parallel.turns import in_turns
 from pretrain.config.schema import DatasetEntry, Shuffle
-from pretrain.data.blend import check_epochs, check_fits
+from pretrain.data.blend import MOST_DOCUMENTS, check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex
 from pretrain.data.computed import ComputedBlend, ComputedSamples
 from pretrain.data.index_files import open_index
@@ -42,7 +42,6 @@ _INDEX_FORMAT = 1
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 _SAMPLES_LOOKED_AT = 256
 """Samples before a run among which there must be a target."""
-_LARGEST_DOCUMENT_INDEX = np.iinfo(np.int32).max
 
 
 @dataclass
@@ -129,7 +128,7 @@ class StreamDataset(GPTDataset):
         per_pass, num_passes = self._samples_per_pass(), self._num_passes()
         num_samples = per_pass * num_passes
         num_epochs = -(-(num_samples * self.config.sequence_length + 1) // tokens_per_epoch)
-        if num_epochs * len(self.indices) > _LARGEST_DOCUMENT_INDEX:
+        if num_epochs * len(self.indices) > MOST_DOCUMENTS:
             raise DataError(
                 f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's "
                 "index holds (2^31). Train fewer steps, or split the data set into several entries of the blend."

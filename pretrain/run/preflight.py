@@ -18,7 +18,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import stage_of_step, stands_at
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.config.validate import validate
-from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
+from pretrain.data.blend import check_document_order, check_epochs, check_fits, model_vocab_size, open_blend
 from pretrain.data.manifest import PreparedDataset
 from pretrain.data.ngram_ids import check_token_maps
 from pretrain.errors import ConfigError, UserError
@@ -147,6 +147,8 @@ def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
         check_fits(dataset, length)
     check_epochs(config.data.datasets, trained_on, length, last_sample(config))
     check_token_maps(config.model, datasets[0].tokenizer)
+    if config.data.shuffle == "documents":
+        check_document_order(config.data.datasets, trained_on, length, last_sample(config))
     return model_vocab_size(config.model, datasets[0].tokenizer), trained_on
 
 

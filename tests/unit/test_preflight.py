@@ -71,6 +71,17 @@ def test_what_can_run_can_run_here(config_file: Path, tmp_path: Path, capsys: py
         ),
         (["parallel.tensor=3"], 2, "parallel.tensor"),
         (["--run-dir", "FILE/run"], 2, "is no folder"),
+        (
+            ["train.num_steps=1e30", "data.shuffle=samples"],
+            2,
+            "in which a run reads more than 9,223,372,036,854,775,807 tokens: lower it",
+        ),
+        (["train.num_steps=1e30"], 2, "in which a run reads more than 9,223,372,036,854,775,807 tokens: lower it"),
+        (
+            ["train.num_steps=1e12"],
+            2,
+            "an order of documents has 2,147,483,647 at most: lower it, or take data.shuffle",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -79,6 +90,10 @@ def test_what_cannot_run_is_told(
 ) -> None:
     assert check(config_file, *(word.replace("FILE", str(config_file)) for word in words)) == code
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_order_without_an_index_may_be_long(config_file: Path) -> None:
+    assert check(config_file, "train.num_steps=1e12", "data.shuffle=samples") == 0
 
 
 TOKENS = {

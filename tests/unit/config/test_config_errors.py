@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from megamem.families.registry import FAMILIES
+from pretrain.config import source
 from pretrain.config.keys import all_keys, nearest_keys
 from pretrain.config.loader import build, from_dict
 from pretrain.config.schema import LoggingConfig, RunConfig
@@ -313,3 +316,28 @@ def test_whatever_stands_at_a_key_is_taken_or_refused_in_our_words(memory: str |
                 refusals.append(str(error))
     assert len(refusals) > (500 if memory is None else 100)
     assert [text for text in refusals if not re.match(r"(x|here|\d+ problems in the configuration):", text)] == []
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "a\nb", "a b"])
+def test_a_name_that_names_no_folder_does_not_load(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(json.dumps({"name": name}))
+    with pytest.raises(ConfigError, match=re.escape(f"name is {name!r}: it names a folder, so use letters, digits")):
+        load_config(path)
+
+
+def test_only_files_of_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pipe = tmp_path / "a.yaml", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for base in (Path("/dev/zero"), pipe):
+        path.write_text(f"base: {base}\n")
+        with pytest.raises(ConfigError, match=f"{base} is no regular file"):
+            load_config(path)
+    with pytest.raises(ConfigError, match="/dev/zero is no regular file"):
+        load_config(Path("/dev/zero"))
+    monkeypatch.setattr(source, "MAX_BYTES", 20)
+    path.write_text("name: a\n" + "#" * 12)
+    assert load_config(path).name == "a"
+    path.write_text("name: a\n" + "#" * 13)
+    with pytest.raises(ConfigError, match="has more than 20 bytes, which no configuration has"):
+        load_config(path)

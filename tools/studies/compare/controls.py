@@ -124,7 +124,7 @@ def trained_once(controlled: Sequence[Controlled]) -> list[Controlled]:
         replace(
             each,
             controls={
-                name: first.setdefault(replace(control, name=""), control) for name, control in each.controls.items()
+                name: first.setdefault(replace(control, name="any"), control) for name, control in each.controls.items()
             },
         )
         for each in controlled
