@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,33 @@ def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, na
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="hot_rows is 7, but all rows are in the model"):
         load(path, hot_rows=7)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_the_name_that_transformers_gives_it(
+    exported: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As before transformers 5.24, and as from 5.40 on, which knows no other; `test_huggingface_folder.py` has both."""
+    folder, expected = exported("v2")
+    model, tokens = load(folder), some_tokens()
+    code = sys.modules[type(model).__module__]
+    make, own = code.create_causal_mask, code.CACHE
+
+    def make_mask(
+        *, config: Any, inputs_embeds: Tensor, attention_mask: Any, position_ids: Tensor, **given: Any
+    ) -> Any:
+        assert given.keys() == {name}
+        return make(config, inputs_embeds, attention_mask, position_ids=position_ids, **{own: given[name]})
+
+    monkeypatch.setattr(code, "create_causal_mask", make_mask)
+    monkeypatch.setattr(code, "CACHE", name)
+    for output in ("BaseModelOutputWithPast", "CausalLMOutputWithPast"):
+        monkeypatch.setattr(code, output, SimpleNamespace)
+    with torch.no_grad():
+        first = model(tokens[:, :-1], use_cache=True)
+        last = model(tokens[:, -1:], **{name: getattr(first, name)})
+    found = torch.cat([first.logits, last.logits], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_a_folder_with_other_tables_is_a_model_to_measure(exported: Any, tmp_path: Path) -> None:

@@ -202,6 +202,40 @@ class _Grown:
         return torch.full(region.shape, 0.01) if region.name in self._grown else self._reader.read(region)
 
 
+OLDEST = ("transformers==5.5.0", "huggingface-hub==1.5.0", "tokenizers==0.22.2")
+NEWEST = ("transformers>=5.5,<6", "huggingface-hub", "tokenizers")
+
+
+@COSTLY
+@pytest.mark.parametrize("packages", [OLDEST, NEWEST], ids=["oldest", "newest"])
+def test_it_generates_and_trains_with_other_versions_of_transformers(
+    folder: Path, tmp_path: Path, packages: tuple[str, ...]
+) -> None:
+    """Greedy tokens with the cache are those of whole texts, and the gradients of recomputed blocks those of kept ones."""
+    code = """
+sys.path.insert(0, sys.argv[2])
+import torch, transformers
+assert transformers.__file__.startswith(sys.argv[2])
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = whole = torch.arange(30, 90).view(3, 20)
+for _ in range(12):
+    whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], 1)
+options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+assert torch.equal(model.generate(tokens, **options), whole)
+gradients = []
+model.train()
+for recompute in (False, True):
+    model.gradient_checkpointing_enable() if recompute else None
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+assert torch.equal(*gradients)
+"""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
+    subprocess.run([*pip, *packages], check=True, timeout=240)
+    as_a_stranger(code, tmp_path, folder, tmp_path / "packages")
+
+
 @COSTLY
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install '.[dev]'"

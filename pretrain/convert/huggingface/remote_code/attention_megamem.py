@@ -108,7 +108,7 @@ class MegamemAttention(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         mix: Mix | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -121,8 +121,8 @@ class MegamemAttention(nn.Module):
         v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q = rotate(self.q_norm(q).transpose(1, 2), *position_embeddings)
         k = rotate(self.k_norm(k).transpose(1, 2), *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         # Engines look for this name and this call, and put their own attention there.
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention_interface(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
@@ -167,7 +167,7 @@ class MegamemLatentAttention(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         mix: Mix | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -184,8 +184,8 @@ class MegamemLatentAttention(nn.Module):
             q = torch.cat((plain, rotate(turned, *position_embeddings)), -1)
             shared = rotate(rotary_key.unsqueeze(1), *position_embeddings)
             k = torch.cat((k, shared.expand(-1, k.shape[1], -1, -1)), -1)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         # See `MegamemAttention`.
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention_interface(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)

@@ -52,7 +52,7 @@ class MegamemConfig(PreTrainedConfig):
     """
 
     model_type = "megamem"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     # Memories and routers stay whole on every rank.
     base_model_tp_plan = {  # noqa: RUF012
         **{f"layers.*.self_attn.{side}_proj": "colwise" for side in ("q", "k", "v", "kv_up")},

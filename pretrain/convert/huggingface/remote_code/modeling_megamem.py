@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from .memory_megamem import Banks, MegamemBank, MegamemMemory, banks_of
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
 from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
+
+# transformers 5.24 gave the cache another name everywhere, and 5.40 drops the first one.
+CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The residual stream [b, s, D]; a memory's output that is added later; attention's weights; the normalised stream, where
@@ -156,6 +160,8 @@ class MegamemBlock(GradientCheckpointingLayer):
         banks: Banks,
         tokens: Tokens | None = None,
         query: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BlockOutput:
         """The block's part of a forward pass, from the residual stream `h` [b, s, D].
@@ -163,17 +169,20 @@ class MegamemBlock(GradientCheckpointingLayer):
         Args:
             tokens: as memories read them that they address.
             query: the normalised stream of the block that the memory reads with, if that is an earlier one.
+            cache: by the name that this version of transformers has for it, as is `past_key_values`. Where blocks are
+                recomputed, transformers takes it away by that name.
             kwargs: for attention.
         """
         tokens = Tokens() if tokens is None else tokens
+        cache = past_key_values if cache is None else cache
         memories = [memory for memory in (self.memory, self.second_memory) if memory is not None]
         for memory in memories:
             if isinstance(memory, MegamemNgramMemory) and tokens.ngrams is not None:
-                recent = tokens.ngrams.paged or recent_tokens(kwargs["past_key_values"], self.num_blocks)
+                recent = tokens.ngrams.paged or recent_tokens(cache, self.num_blocks)
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
             if isinstance(memory, MegamemMixedValues) and tokens.rows is not None:
                 kwargs["mix"] = partial(memory, ids=tokens.rows.ids, look_up=banks[memory.layer["bank"]])
-        attended, weights = self.self_attn(self.input_layernorm(h), **kwargs)
+        attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
         # Such a kind is the only one of its model.
         if self.inserted and isinstance(self.memory, MegamemMemory):
             if attended.shape != h.shape:
@@ -218,7 +227,7 @@ class MegamemPreTrainedModel(PreTrainedModel):
     config_class = MegamemConfig
     base_model_prefix = "model"
     _no_split_modules = ["MegamemBlock", "MegamemBank"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = [r"memory\.u$", r"memory\.v$"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -299,6 +308,7 @@ class MegamemModel(MegamemPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -310,6 +320,7 @@ class MegamemModel(MegamemPreTrainedModel):
         Args:
             attention_mask: [b, tokens in the cache and here], 0 at padding; or as attention takes it, [b, 1, s, keys],
                 which does not tell memories of n-grams where a text begins: `position_ids` do.
+            past_key_values, cache: one and the same, as transformers before 5.24 names it, and since.
             position_ids: [b, s]. Without a mask and a cache, documents that begin at 0 do not see each other.
             kwargs: for attention.
         """
@@ -329,17 +340,18 @@ class MegamemModel(MegamemPreTrainedModel):
             )
         h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
         if position_ids is None:
-            before = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            before = 0 if cache is None else int(cache.get_seq_length())
             position_ids = torch.arange(before, before + h.shape[1], device=h.device).unsqueeze(0)
         mask = create_causal_mask(
             config=config,
             inputs_embeds=h,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         banks, tokens = Banks(self.banks), None
         if self.reads_rows or self.by_ngrams is not None:
@@ -347,11 +359,11 @@ class MegamemModel(MegamemPreTrainedModel):
                 raise ValueError("inputs_embeds are given, but token ids address the memory: give input_ids")
             plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
             # Hashes and rows need 64 bits, and engines give 32.
-            tokens = self._tokens(input_ids.long(), h, banks, position_ids, plain, past_key_values)
+            tokens = self._tokens(input_ids.long(), h, banks, position_ids, plain, cache)
         given = {
             "position_embeddings": rotations(position_ids, config, h.dtype),
             "attention_mask": mask,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "position_ids": position_ids,
             **kwargs,
         }
@@ -371,7 +383,7 @@ class MegamemModel(MegamemPreTrainedModel):
         with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=h,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: cache if use_cache else None},
             hidden_states=tuple(states) if with_states else None,
             attentions=tuple(attentions) if with_attentions else None,
         )
@@ -432,6 +444,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -448,7 +461,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
@@ -462,7 +475,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
