@@ -11,7 +11,10 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from reprlib import repr as short
 from typing import Any
+
+from pretrain.checkpoint.pickle_budget import check_budget
 
 DTYPE_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -57,7 +60,7 @@ class PropertiesRecord(Record):
     def __setstate__(self, state: Any) -> None:
         dtype, *_ = state
         if dtype not in DTYPE_BYTES:
-            raise pickle.UnpicklingError(f"it wants elements of {dtype!r}")
+            raise pickle.UnpicklingError(f"it wants elements of {short(dtype)}")
         self.dtype = dtype
 
 
@@ -76,7 +79,7 @@ def _integer(number: Any = 0) -> int:
 def _encode(text: Any, encoding: Any) -> bytes:
     """Bytes in pickles of protocol 2, which are text in this one encoding."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError(f"it wants to encode as {encoding!r}")
+        raise pickle.UnpicklingError(f"it wants to encode as {short(encoding)}")
     return text.encode("latin1")
 
 
@@ -132,6 +135,7 @@ def unpickled_index(content: bytes) -> IndexRecord:
     Raises:
         Exception: of any kind; damaged bytes make an unpickler raise anything, and give its records any fields.
     """
+    check_budget(content)
     found = _IndexUnpickler(io.BytesIO(content)).load()
     if not isinstance(found, IndexRecord):
         raise TypeError(f"it holds a {type(found).__name__}")

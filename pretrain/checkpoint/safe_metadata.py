@@ -16,6 +16,7 @@ from typing import Any
 from pretrain.checkpoint.derived import is_moment
 from pretrain.checkpoint.folder import SavedState
 from pretrain.checkpoint.index import Index, read_index
+from pretrain.checkpoint.pickle_budget import check_budget
 from pretrain.errors import CheckpointError
 
 
@@ -58,9 +59,14 @@ class _PlainUnpickler(pickle.Unpickler):
 def _read_common(path: Path) -> None:
     # As `torch.save` packs an object. PyTorch itself takes longer to import than all the rest.
     with zipfile.ZipFile(path) as archive:
-        (name,) = (name for name in archive.namelist() if PurePath(name).name == "data.pkl")
+        (entry,) = (entry for entry in archive.infolist() if PurePath(entry.filename).name == "data.pkl")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
+            # A few megabytes can be compressed ones of many gigabytes.
+            raise zipfile.BadZipFile(f"{entry.filename} is compressed")
         # Reading checks the sum of the whole member.
-        _PlainUnpickler(io.BytesIO(archive.read(name))).load()
+        content = archive.read(entry)
+    check_budget(content)
+    _PlainUnpickler(io.BytesIO(content)).load()
 
 
 def _read_format(path: Path) -> None:

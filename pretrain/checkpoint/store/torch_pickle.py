@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from reprlib import repr as short
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from pretrain.checkpoint.pickle_budget import check_budget
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
 
 # By the name of the class of storages that a pickle refers to.
@@ -122,7 +123,7 @@ class LazyUnpickler(pickle.Unpickler):
                 name = getattr(kind, "name", None)
                 if isinstance(name, str) and name in STORAGES and kind.module in ("torch", "torch.storage"):
                     return key, STORAGES[name], numel
-        raise pickle.UnpicklingError(f"{_short(pid)} is not a reference to stored elements")
+        raise pickle.UnpicklingError(f"{short(pid)} is not a reference to stored elements")
 
     def _tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> LazyTensor:
         key, dtype, numel = storage
@@ -136,7 +137,7 @@ class LazyUnpickler(pickle.Unpickler):
         numbers = (first, *shape, *strides)
         plain = all(type(number) is int for number in numbers)
         if not plain or not isinstance(dtype, torch.dtype) or len(shape) > _MAX_DIMENSIONS:
-            raise pickle.UnpicklingError(f"{_short(numbers)} is not the geometry of a tensor")
+            raise pickle.UnpicklingError(f"{short(numbers)} is not the geometry of a tensor")
         return self._stored(key, numel * stored.itemsize, dtype, first, tuple(shape), tuple(strides))
 
 
@@ -150,21 +151,14 @@ def load(content: bytes, stored: Callable[..., LazyTensor]) -> Any:
     Raises:
         pickle.UnpicklingError: it is damaged, or made to exhaust memory. Damaged bytes may raise anything else, too.
     """
-    _check_memo(content)
+    check_budget(content)
     return LazyUnpickler(content, stored).load()
-
-
-def _check_memo(content: bytes) -> None:
-    """Refuse numbers of remembered objects that are larger than the pickle: an unpickler makes room for all of them."""
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(content):
-            raise pickle.UnpicklingError(f"it numbers an object {argument}, and has {len(content)} bytes")
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """Decode bytes as pickle protocol 2 spells them."""
     if encoding not in ("latin1", "latin-1") or not isinstance(text, str):
-        raise pickle.UnpicklingError(f"it encodes to {_short(encoding)}")
+        raise pickle.UnpicklingError(f"it encodes to {short(encoding)}")
     return text.encode("latin1")
 
 
@@ -176,8 +170,3 @@ def _first(data: Any, *_: Any) -> Any:
 def _of_subclass(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """The tensor that a subclass of tensors wraps."""
     return make(*arguments)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
