@@ -18,7 +18,8 @@ def test_a_model_draws_the_codes_of_the_class_that_it_is_asked_for(tmp_path: Pat
     np.savez(tmp_path / "codes.npz", codes=CODES[classes], classes=classes)
     data, run = tmp_path / "data", tmp_path / "run"
     tokenizer = f"codes:{NUM_CODES},{len(CODES)}"
-    options = ("--tokenizer", tokenizer, "--validation-fraction", 0.1, "--output", data)
+    # Of a few images that repeat none can be held out and learnt.
+    options = ("--tokenizer", tokenizer, "--validation-fraction", 0, "--output", data)
     result = megamem("data", "prepare", tmp_path / "codes.npz", *options)
     assert result.code == 0, result.output
     result = megamem(
