@@ -467,7 +467,9 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not PLAIN_NAME.fullmatch(self.name) or not self.name.strip("."):
+        # Runs of before may have other names, and are still read; those that start are held to plain ones.
+        leaves = self.name.startswith("/") or ".." in self.name.split("/") or not self.name.strip(".")
+        if leaves or not self.name.isprintable():
             raise ValueError(f"name is {self.name!r}: it names a folder, so use letters, digits and . _ - + =")
 
     @property

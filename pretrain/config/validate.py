@@ -15,7 +15,7 @@ from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schedule import schedule_span
-from pretrain.config.schema import BatchRampConfig, RunConfig
+from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.config.table_gradients import gradients_problems, settled
 from pretrain.errors import ConfigError
@@ -225,7 +225,9 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 
 def _names(config: RunConfig) -> Iterator[str]:
-    """Names of data sets, and their folders."""
+    """Names of folders: the run's, and those of data sets."""
+    if not PLAIN_NAME.fullmatch(config.name):
+        yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
     entries = [(f"data.datasets.{index}", entry.path, entry.name) for index, entry in enumerate(config.data.datasets)]
     entries += [
         (f"evaluation.datasets.{index}", entry.path, entry.name)

@@ -51,7 +51,7 @@ class StreamConfig(GPTDatasetConfig):
     index_folder: Path = Path()
     """Folder of index arrays, kept between runs and shared between ranks."""
     checks_index: bool = True
-    """Whether this rank holds index arrays against their hashes: one of a machine does."""
+    """True if this rank holds index arrays against their hashes: one of a machine does."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
     prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)

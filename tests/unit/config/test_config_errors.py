@@ -318,7 +318,7 @@ def test_whatever_stands_at_a_key_is_taken_or_refused_in_our_words(memory: str |
     assert [text for text in refusals if not re.match(r"(x|here|\d+ problems in the configuration):", text)] == []
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "a\nb", "a b"])
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", "", "a\nb"])
 def test_a_name_that_names_no_folder_does_not_load(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(json.dumps({"name": name}))

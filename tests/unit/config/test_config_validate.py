@@ -64,6 +64,8 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
+        ({"name": "a/b"}, None, "name is 'a/b': it names a folder, so use letters, digits and . _ - + ="),
+        ({"name": "a b"}, None, "name is 'a b': it names a folder, so use letters, digits and . _ - + ="),
         (
             {"train.num_steps": 10**30},
             None,
