@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.tokenizer_limits import panics_refused
 from pretrain.errors import DataError
 
 _PREPARED_FILES = ("manifest.json", "info.json")
@@ -56,7 +57,8 @@ def _token_of(definition: Path, id: Any) -> str | None:
     from tokenizers import Tokenizer as Backend
 
     try:
-        vocabulary = Backend.from_file(str(definition)).get_vocab()
+        with panics_refused():
+            vocabulary = Backend.from_file(str(definition)).get_vocab()
     except Exception:  # the package raises bare Exception, and whoever loads the definition says why
         return None
     return next((token for token, number in vocabulary.items() if number == id), None)

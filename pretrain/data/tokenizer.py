@@ -23,6 +23,8 @@ from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write, in_words
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.named_end import named_end
+from pretrain.data.sentencepiece_files import refuse_sentencepiece
+from pretrain.data.tokenizer_limits import check_limits, panics_refused
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -237,8 +239,10 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Backend
 
         try:
-            self._backend = Backend.from_str(definition)
-            canonical = json.dumps(json.loads(definition), sort_keys=True, separators=(",", ":"))
+            with panics_refused():
+                self._backend = Backend.from_str(definition)
+            content = json.loads(definition)
+            canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         except Exception as error:  # the package raises bare Exception
             raise DataError(
                 f"{origin}: not a usable tokenizer.json ({error}). Save it with `tokenizers` or `transformers`."
@@ -253,6 +257,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = self._backend.get_vocab()[self.eod_token]
         # Ids may have holes, so the largest one counts and not their number.
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
+        check_limits(content, self.vocab_size - 1, origin)
         self.fingerprint = hashlib.sha256(f"{canonical}\n{self.eod_token}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -273,12 +278,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with panics_refused():
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encodings]
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         array = self.check_ids(ids)
-        text = self._backend.decode(array[array != self.eod].tolist(), skip_special_tokens=False)
+        with panics_refused():
+            text = self._backend.decode(array[array != self.eod].tolist(), skip_special_tokens=False)
         return text.encode("utf-8")
 
     def name_of(self, id: int) -> str:
@@ -329,6 +336,7 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_to
             )
         return ByteTokenizer() if str(spec) == BYTES else CodeTokenizer.of(str(spec))
     path = Path(spec)
+    refuse_sentencepiece(path, TOKENIZER_FILE)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     try:
