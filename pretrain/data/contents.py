@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import math
 import zlib
 from collections.abc import Iterator
 from io import BufferedReader
@@ -16,7 +17,11 @@ COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 """Endings of text and lines that are decompressed while they are read."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 256 << 20
+MAX_UNPACKED_BYTES = 1 << 30
+"""Bytes of a compressed file that is one document: a megabyte on disk may be a gigabyte."""
 _READ_BYTES = 1 << 20
+# zstd makes up to 128 KiB of four bytes, and all that it makes of what it is given at once.
+_ZSTD_BYTES_AT_ONCE = 1 << 9
 
 
 def ending_of(path: Path) -> str:
@@ -31,8 +36,18 @@ def read_whole(path: Path) -> bytes:
     Raises:
         UNREADABLE: it cannot be read.
     """
+    most = MAX_UNPACKED_BYTES if path.suffix.lower() in COMPRESSIONS else math.inf
+    parts, num_bytes = [], 0
     with path.open("rb") as stream:
-        return b"".join(_contents(path, stream)).removeprefix(BYTE_ORDER_MARK)
+        for content in _contents(path, stream):
+            parts.append(content)
+            num_bytes += len(content)
+            if num_bytes > most:
+                raise ValueError(
+                    f"it is longer than {MAX_UNPACKED_BYTES >> 20} MiB unpacked, and one document: unpack it, or make "
+                    "JSON lines of it"
+                )
+    return b"".join(parts).removeprefix(BYTE_ORDER_MARK)
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -79,12 +94,28 @@ def _contents(path: Path, stream: BufferedReader) -> Iterator[bytes]:
 
 
 def _zstd_contents(stream: BufferedReader) -> Iterator[bytes]:
+    made, num_bytes = [], 0
+    try:
+        for part in _zstd_parts(stream):
+            made.append(part)
+            num_bytes += len(part)
+            if num_bytes >= _READ_BYTES:
+                yield b"".join(made)
+                made, num_bytes = [], 0
+    except (ValueError, EOFError):
+        # Whatever came before the damage is text.
+        yield b"".join(made)
+        raise
+    yield b"".join(made)
+
+
+def _zstd_parts(stream: BufferedReader) -> Iterator[bytes]:
     # The package's own stream reader takes a truncated file for a complete one, so frames are followed by hand.
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = decompressor.decompressobj()
-    while compressed := stream.read(_READ_BYTES // 16):
+    while compressed := stream.read(_ZSTD_BYTES_AT_ONCE):
         while compressed:
             if frame.eof:
                 frame = decompressor.decompressobj()

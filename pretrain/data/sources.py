@@ -25,6 +25,10 @@ from pretrain.data.columns import Row, arrow_rows, csv_rows, parquet_rows
 from pretrain.data.contents import UNREADABLE, read_lines, read_whole
 from pretrain.data.files import SourceFile, binary_kind, list_files
 from pretrain.errors import DataError
+from pretrain.printable import printable
+
+_MAX_ARRAY_BYTES = 1 << 33
+_MOST_OF_A_KEY = 80
 
 _ROWS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     "csv": csv_rows,
@@ -56,8 +60,8 @@ class Record:
     def origin(self) -> str:
         """File and line or row of the record, as a person would look it up."""
         if self.row == 0:
-            return str(self.file.path)
-        return f"{self.file.path}, {'line' if self.file.kind in ('json', 'csv') else 'row'} {self.row}"
+            return printable(self.file.path)
+        return f"{printable(self.file.path)}, {'line' if self.file.kind in ('json', 'csv') else 'row'} {self.row}"
 
 
 @dataclass
@@ -151,12 +155,13 @@ def _code_records(file: SourceFile) -> Iterator[Record]:
     """A document for every row of codes: its class and its codes, as `CodeTokenizer` reads them."""
     try:
         classes, codes = read_codes(file.path)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
         yield Record(file, 0, None, 0, failure=f"the arrays cannot be read ({error})")
         return
     bytes_per_row = file.size_bytes // max(1, len(codes))
-    for row, (label, sequence) in enumerate(zip(classes.tolist(), codes.tolist(), strict=True), start=1):
-        yield Record(file, row, " ".join([f"c{label}", *map(str, sequence)]), bytes_per_row)
+    # Row by row: as Python's numbers, codes take some thirty times the room.
+    for row, (label, sequence) in enumerate(zip(classes, codes, strict=True), start=1):
+        yield Record(file, row, " ".join([f"c{label}", *map(str, sequence.tolist())]), bytes_per_row)
 
 
 def read_codes(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -168,6 +173,9 @@ def read_codes(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     with np.load(path, allow_pickle=False) as arrays:
         if missing := {"classes", "codes"} - set(arrays.files):
             raise ValueError(f"it has no array {min(missing)!r}, only {', '.join(sorted(arrays.files))}")
+        unpacked = sum(entry.file_size for entry in arrays.zip.infolist()) if arrays.zip is not None else 0
+        if unpacked > _MAX_ARRAY_BYTES:
+            raise ValueError(f"unpacked it has {unpacked} bytes, and {_MAX_ARRAY_BYTES} are the most: divide it")
         classes, codes = arrays["classes"], arrays["codes"]
     for name, array in (("classes", classes), ("codes", codes)):
         if not np.issubdtype(array.dtype, np.integer) or (array.size and array.min() < 0):
@@ -213,9 +221,8 @@ def decode(record: Record, field_name: str) -> str:
         assert isinstance(record.payload, bytes)
         text = _decode_json(record.payload, field_name)
     else:
-        if not isinstance(record.payload, str):
-            raise BadDocument(f"the column {field_name!r} is null here")
-        text = record.payload
+        # Null is no text, as it is in JSON.
+        text = record.payload if isinstance(record.payload, str) else ""
     return _checked(text)
 
 
@@ -240,7 +247,10 @@ def _decode_utf8(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadDocument(f"not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start})") from error
+        raise BadDocument(
+            f"not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start}); if it is Latin-1, "
+            "iconv -f LATIN1 -t UTF-8 converts it"
+        ) from error
 
 
 def _decode_json(line: bytes, field_name: str) -> str:
@@ -255,19 +265,28 @@ def _json_object(line: bytes, field_name: str) -> dict[str, object]:
         raise BadDocument(f"not valid JSON ({error}); every line must be one JSON object{remedy}") from error
     if not isinstance(value, dict):
         remedy = "; of a list of objects `jq -c '.[]'` makes lines" if isinstance(value, list) else ""
-        raise BadDocument(
-            f"a JSON {type(value).__name__} where an object with the field {field_name!r} is wanted{remedy}"
-        )
+        raise BadDocument(f"{_kind(value)} where an object with the field {field_name!r} is wanted{remedy}")
     return value
 
 
 def _field(value: dict[str, object], field_name: str, option: str) -> str:
-    if field_name not in value:
-        present = ", ".join(sorted(value)[:8]) or "no fields"
+    """Text of a field, or of a field in fields, as in `meta.text`; null is an empty text."""
+    fields, name = value, field_name
+    while name not in fields and "." in name:
+        outer, _, name = name.partition(".")
+        inner = fields.get(outer)
+        if not isinstance(inner, dict):
+            break
+        fields = inner
+    if name not in fields:
+        present = ", ".join(printable(key, _MOST_OF_A_KEY) for key in sorted(fields)[:8]) or "no fields"
         raise BadDocument(f"the field {field_name!r} is missing (present: {present}); name the right one with {option}")
-    text = value[field_name]
+    text = fields[name]
+    if text is None:
+        return ""
     if not isinstance(text, str):
-        raise BadDocument(f"the field {field_name!r} holds {type(text).__name__}, not a string")
+        within = f": name a field in it, as in {option} {field_name}.text" if isinstance(text, dict) else ""
+        raise BadDocument(f"the field {field_name!r} holds {_kind(text)}, not a string{within}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -275,13 +294,21 @@ def _field(value: dict[str, object], field_name: str, option: str) -> str:
     return text
 
 
+def _kind(value: object) -> str:
+    """Kind of a value of JSON, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object without double keys: Python takes the last without a word, and other readers the first."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"the key {double!r} is given twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name[:_MOST_OF_A_KEY]!r} is given twice")
+            seen.add(name)
     return value
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pretrain.data import sources
+from pretrain.data.files import list_files
 from pretrain.data.manifest import open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.quantise import k_means, nearest, patches, quantise_file
+from pretrain.data.sources import read_records
 from pretrain.data.tokenizer import CodeTokenizer, load_tokenizer
 from pretrain.errors import DataError
 
@@ -127,3 +131,21 @@ def test_files_that_are_no_images_are_refused(tmp_path: Path) -> None:
     for name, message in (("text", "cannot be read"), ("flat", r"images is \[3, 4\]"), ("none", "cannot be read")):
         with pytest.raises(DataError, match=message):
             quantise_file(tmp_path / f"{name}.npz", tmp_path / "codes.npz", patch=2, num_codes=2)
+
+
+def test_codes_are_read_row_by_row_and_arrays_have_a_largest_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "codes.npz"
+    np.savez_compressed(path, codes=np.zeros((4_000, 256), np.uint8), classes=np.zeros(4_000, np.uint8))
+    (file,) = list_files([str(path)])
+    tracemalloc.start()
+    assert sum(1 for _ in read_records([file], "text")) == 4_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # As a list of Python's numbers, they take eight bytes each.
+    assert peak < 4_000 * 256 * 3
+    monkeypatch.setattr(sources, "_MAX_ARRAY_BYTES", 1 << 19)
+    (record,) = read_records([file], "text")
+    assert record.failure is not None
+    assert "unpacked it has" in record.failure

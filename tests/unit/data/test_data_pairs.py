@@ -260,3 +260,14 @@ def test_samples_without_a_target_are_refused(tmp_path: Path) -> None:
         DataError, match=rf"The next {first} samples of \d+ tokens have no target: .*train.sequence_length"
     ):
         check_targets(until, 0, [dataset.path])
+
+
+def test_an_answer_of_null_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"question": "a", "reply": null}\n{"question": null, "reply": "B"}\n{"question": "c", "reply": "D"}\n'
+    )
+    made = prepare([str(path)], tmp_path / "out", ByteTokenizer(), pair=NAMES, validation_fraction=0, num_workers=1)
+    assert made.dataset.manifest.num_empty == 1
+    split = made.dataset.open_split("train")
+    assert [split[index].tolist() for index in range(len(split))] == [[ord("B"), EOD], [ord("c"), ord("D"), EOD]]

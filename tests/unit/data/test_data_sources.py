@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import os
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.data import contents
 from pretrain.data.files import list_files
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import BadDocumentLog, read_documents, read_records
@@ -81,7 +83,10 @@ def test_inputs_keep_the_order_they_were_given_in(tmp_path: Path):
 @settings(max_examples=25, deadline=None)
 @given(
     documents=st.lists(
-        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), min_size=1
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
+            lambda text: not text.isspace()
+        ),
+        min_size=1,
     )
 )
 def test_all_containers_give_the_same_documents(documents: list[str], tmp_path_factory: pytest.TempPathFactory):
@@ -236,8 +241,7 @@ def test_columns_of_arrow(tmp_path: Path, name: str):
         texts(path)
     with pytest.raises(DataError, match="column 'id' holds int64, not strings"):
         texts(path, field_name="id")
-    with pytest.raises(DataError, match=rf"{name}, row 2: the column 'body' is null here"):
-        texts(path, field_name="body")
+    assert texts(path, field_name="body") == ["x"]
     others = [pyarrow.array(["x", "y"]).dictionary_encode(), pyarrow.array(["x", "y"], pyarrow.string_view())]
     for column in others:
         assert texts(write_arrow(tmp_path / name, {"text": column})) == ["x", "y"]
@@ -327,10 +331,15 @@ def test_another_field_can_be_named(tmp_path: Path):
 BAD_LINES = {
     b'{"text": "a"': "not valid JSON",
     b"\xff\xfe\x00junk": "not UTF-8 text (byte 0xff at offset 0)",
-    b'["text"]': "a JSON list where an object",
+    b"caf\xe9": "(byte 0xe9 at offset 3); if it is Latin-1, iconv -f LATIN1 -t UTF-8 converts it",
+    b'["text"]': "a list where an object",
+    b'"text"': "a string where an object",
     b'{"content": "a"}': "the field 'text' is missing (present: content)",
-    b'{"text": 3}': "holds int, not a string",
-    b'{"text": null}': "holds NoneType, not a string",
+    b'{"text": 3}': "holds a number, not a string",
+    b'{"text": true}': "holds true or false, not a string",
+    b'{"text": {"en": "a"}}': "holds an object, not a string: name a field in it, as in --field text.text",
+    b'{"\\u001b[2J\\n\\ud800": "a"}': r"(present: \x1b[2J\n\ud800)",
+    b'{"' + b"k" * 500 + b'": "a"}': f"(present: {'k' * 77}...)",
     b'{"text": "\\ud800"}': "half a surrogate pair",
     b'{"text": "a\\u0000"}': "NUL at character 1",
     b"[" * 100_000: "not valid JSON",
@@ -425,10 +434,54 @@ def test_parquet_column_must_exist_and_hold_strings(tmp_path: Path):
     assert texts(path, field_name="body") == ["x", "y"]
 
 
-def test_parquet_null_is_a_bad_row(tmp_path: Path):
-    path = write_parquet(tmp_path / "a.parquet", {"text": ["x", None, "y"]})
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: the column 'text' is null here"):
+def test_null_is_an_empty_document(tmp_path: Path):
+    tables = [write_parquet(tmp_path / "a.parquet", {"text": ["x", None, "y"]})]
+    tables.append(write_arrow(tmp_path / "a.arrow", {"text": ["x", None, "y"]}))
+    tables.append(tmp_path / "a.jsonl")
+    tables[-1].write_text('{"text": "x"}\n{"text": null}\n{"text": "y"}\n')
+    for table in tables:
+        assert texts(table) == ["x", "y"]
+        prepared = prepare([str(table)], tmp_path / f"{table.suffix}.out", ByteTokenizer(), num_workers=1)
+        assert prepared.dataset.manifest.num_empty == 1
+    tables[-1].write_text('{"text": null}\n')
+    with pytest.raises(DataError, match="no document with text in it"):
+        texts(tables[-1])
+
+
+def test_a_field_may_be_one_of_a_field(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    line = {"a": {"b": {"c": "deep", "d.e": "dotted"}}, "a.b": "whole", "n": {"t": None}}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "n": {"t": "x"}}) + "\n")
+    for name, text in (("a.b.c", "deep"), ("a.b.d.e", "dotted"), ("a.b", "whole")):
+        assert texts(path, field_name=name) == [text, text]
+    assert texts(path, field_name="n.t") == ["x"]
+    with pytest.raises(DataError, match=r"the field 'a\.x\.c' is missing \(present: b\)"):
+        texts(path, field_name="a.x.c")
+
+
+def test_a_line_of_many_keys_takes_as_long_as_it_is(tmp_path: Path):
+    """A search for each key among those before it would take 10^10 steps."""
+    path = tmp_path / "a.jsonl"
+    keys = "".join(f'"{number}": 0, ' for number in range(100_000))
+    path.write_text(f'{{{keys}"text": "a", "99999": 0}}\n')
+    with pytest.raises(DataError, match="the key '99999' is given twice"):
         texts(path)
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", "zst"])
+def test_a_compressed_document_has_a_longest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str):
+    monkeypatch.setattr(contents, "MAX_UNPACKED_BYTES", 8 << 20)
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstandard.compress}[ending]
+    path = tmp_path / f"a.txt.{ending}"
+    path.write_bytes(pack(b"a" * (8 << 20)))
+    assert len(texts(path)[0]) == 8 << 20
+    path.write_bytes(pack(b"a" * (128 << 20)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="longer than 8 MiB unpacked, and one document: unpack it, or make JSON lines"):
+        texts(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
