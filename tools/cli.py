@@ -259,9 +259,11 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the message with the nearest valid word, and exits with 2."""
+        from pretrain.printable import printable
+
         hint = self._nearest(message)
         where = f"`{self.prog} --help` lists what there is."
-        text = f"megamem: error: {message}{f': did you mean {hint}?' if hint else '.'} {where}"
+        text = f"megamem: error: {printable(message)}{f': did you mean {hint}?' if hint else '.'} {where}"
         self.exit(_USAGE_ERROR, textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n")
 
     def _nearest(self, message: str) -> str | None:

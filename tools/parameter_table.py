@@ -9,6 +9,7 @@ from megamem.retrieval.config import RetrievalConfig
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, memory_flops
+from pretrain.printable import printable
 
 _BF16_BYTES = 2
 
@@ -132,4 +133,4 @@ def _millions(count: int) -> str:
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown: a column of names, and columns of figures."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(printable, cells))} |" for cells in lines)

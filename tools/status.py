@@ -16,6 +16,7 @@ import yaml
 from parallel.refusals import in_words as error_in_words
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
+from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from pretrain.run.rows import note_bad_row, parse_row
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
@@ -132,7 +133,7 @@ def _print_lines(lines: Sequence[Line], *, as_json: bool) -> None:
         print(table(lines))
         for line in lines:
             for sentence in line.dropped_out:
-                print(f"{line.run}: {sentence}")
+                print(printable(f"{line.run}: {sentence}"))
 
 
 def _print_attempts(found: Sequence[tuple[Path, AttemptTimes]], *, as_json: bool) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pretrain.errors import StoppedEarly
+from pretrain.printable import printable, printable_lines
 
 
 def ending(message: object, exit_code: int) -> str:
     """The last line of a command that did not come to its end; one that stopped as it was asked to made no error."""
-    return f"megamem: {'' if exit_code == StoppedEarly.exit_code else 'error: '}{message}"
+    return f"megamem: {'' if exit_code == StoppedEarly.exit_code else 'error: '}{printable_lines(message)}"
 
 
 def plural(number: int, noun: str) -> str:
@@ -34,6 +35,7 @@ def count_in_millions(number: int) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
     """Lines of a table whose columns are as wide as their widest cells, which stand left or right in them."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)

@@ -13,15 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from pretrain.checkpoint.index_pickle import DTYPE_BYTES, TensorRecord, unpickled_index
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.errors import CheckpointError
+from pretrain.printable import printable
 
 INDEX_FILE = ".metadata"
 _MOST_DIMENSIONS = 16
 _MOST_ELEMENTS = 1 << 60
+_MOST_OF_A_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ def _index_of(record: Any, folder: Path) -> Index:
     items: dict[str, tuple[StoredItem, ...]] = {}
     objects: dict[str, StoredObject] = {}
     for name, entry in record.state_dict_metadata.items():
+        if not isinstance(name, str) or not name.isprintable():
+            raise ValueError(f"it names something {printable(name, _MOST_OF_A_NAME)}")
         if not isinstance(entry, TensorRecord):
             objects[name] = _object(name, places.get((name, ())), folder, sizes)
             continue
@@ -154,7 +159,7 @@ def _object(name: str, place: Any, folder: Path, sizes: dict[str, int]) -> Store
     if not isinstance(file, str) or file != Path(file).name or file in (".", ".."):
         raise ValueError(f"{name} would be in {file!r}, which is no file of this folder")
     if place.transform_descriptors:
-        raise ValueError(f"{name} was written through {place.transform_descriptors}, which nothing here undoes")
+        raise ValueError(f"{name} was written through {short(place.transform_descriptors)}, which nothing here undoes")
     if file not in sizes:
         sizes[file] = (folder / file).stat().st_size
     if not (0 <= start <= start + num_bytes <= sizes[file]):
@@ -166,7 +171,7 @@ def _extent(name: str, numbers: Any) -> tuple[int, ...]:
     """A shape or an offset that can be one."""
     extent = tuple(numbers)
     if len(extent) > _MOST_DIMENSIONS or not all(type(number) is int and number >= 0 for number in extent):
-        raise ValueError(f"{name} has the shape or offset {extent[:_MOST_DIMENSIONS]}")
+        raise ValueError(f"{name} has the shape or offset {short(extent)}")
     if math.prod(extent) > _MOST_ELEMENTS:
-        raise ValueError(f"{name} has the shape or offset {extent}, larger than any memory")
+        raise ValueError(f"{name} has the shape or offset {short(extent)}, larger than any memory")
     return extent

@@ -52,6 +52,7 @@ from pretrain.config.source import (
 )
 from pretrain.config.suggest import did_you_mean
 from pretrain.errors import ConfigError
+from pretrain.printable import printable
 
 T = typing.TypeVar("T", bound=Config)
 
@@ -301,8 +302,8 @@ def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
 
 
 def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
-    *path, name = map(str, loc)
-    key, section = _key(loc), ".".join(path) or "the configuration"
+    *path, name = map(printable, loc)
+    key, section = printable(_key(loc)), ".".join(path) or "the configuration"
     if key == BASE_KEY:
         return "base names the file below this one: it can only stand at the top of a configuration file"
     if key in _FORMER:

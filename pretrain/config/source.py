@@ -23,6 +23,7 @@ import yaml
 
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
+from pretrain.printable import printable
 
 BASE_KEY = "base"
 STAGES_KEY = "stages"
@@ -220,7 +221,7 @@ class _Converter:
                 )
             if key in children:
                 raise ConfigError(
-                    f"{self._origin(raw_key)}: the key {key} is given twice (first at {key_origins[key]}): remove one"
+                    f"{self._origin(raw_key)}: the key {printable(key)} is given twice (first at {key_origins[key]}): remove one"
                 )
             children[key] = self.node(raw_value, above)
             key_origins[key] = self._origin(raw_key)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.printable import printable
+
 # A file that is no record at all has as many bad rows as lines.
 _NAMED_ROWS = 3
 
@@ -86,4 +88,4 @@ def read_rows(path: Path, **needed: type) -> list[dict[str, Any]]:
 
 def note_bad_row(where: str, error: Exception) -> None:
     """Say that a row is left out, and why."""
-    print(f"note: {where}: the row {error}, and is left out", file=sys.stderr, flush=True)
+    print(f"note: {printable(where)}: the row {printable(error)}, and is left out", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import argparse
 
 from pretrain.convert.compare import Counter, differences
 from pretrain.convert.convert import Resources
+from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             on_bytes=Counter(phases.start("compare", num_bytes)),
         )
     for each in found:
-        print(f"{each.name} {each.text}")
+        print(printable(f"{each.name} {each.text}"))
     kind = "equal" if not args.tolerance else f"equal within {args.tolerance:g}"
     compared = f"{plural(len(names), 'tensor')} of {size_in_words(num_bytes)}"
     if found:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pretrain.config.loader import to_dict
 from pretrain.convert.listing import Listing, is_native, listing_of, native_listing
+from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.parameter_table import markdown_table
 from tools.words import size_in_words
@@ -95,7 +96,7 @@ def _header(checkpoint: Listing, state_bytes: int) -> str:
         "optimizer state"
     )
     width = max(map(len, lines))
-    return "\n".join(f"{title:<{width}}  {text}" for title, text in lines.items())
+    return "\n".join(f"{title:<{width}}  {printable(text)}" for title, text in lines.items())
 
 
 def _by_number(name: str) -> tuple[tuple[int, str], ...]:

@@ -11,6 +11,7 @@ from pretrain.convert.convert import Resources
 from pretrain.convert.format import OpenedCheckpoint
 from pretrain.convert.verify import problems_of
 from pretrain.errors import CheckpointError
+from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
@@ -52,7 +53,7 @@ def _verify(checkpoint: OpenedCheckpoint, resources: Resources, *, finite: bool)
         problems = problems_of(checkpoint, resources, finite=finite, on_start=phases.start)
     if problems:
         for problem in problems[:_MOST_TOLD]:
-            print(problem)
+            print(printable(problem))
         if len(problems) > _MOST_TOLD:
             print(f"... and {len(problems) - _MOST_TOLD:,} more")
         raise CheckpointError(f"{checkpoint.path} is damaged: {plural(len(problems), 'problem')}, see above")

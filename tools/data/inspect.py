@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
+from pretrain.printable import printable
 from tools.parsers import add_command
 from tools.words import plural
 
@@ -98,9 +99,14 @@ def _verified(dataset: PreparedDataset) -> str:
 
 
 def _print_documents(dataset: PreparedDataset, split: str, num_documents: int, num_tokens: int = 256) -> None:
-    documents = dataset.open_split(split)
-    for index in range(min(num_documents, len(documents))):
-        ids = documents[index]
+    from pretrain.data.indexed_files import first_documents
+    from pretrain.data.manifest import damaged
+
+    try:
+        documents = first_documents(Path(dataset.prefix(split)), num_documents)
+    except ValueError as error:
+        raise damaged(dataset.path, f"{split}.idx cannot be used ({error})") from error
+    for index, ids in enumerate(documents):
         print(f"\n--- {split} document {index}: {len(ids)} tokens ---")
         print(dataset.tokenizer.detokenize(ids[:num_tokens]), end=" [...]\n" if len(ids) > num_tokens else "\n")
 
@@ -126,4 +132,5 @@ def summary(dataset: PreparedDataset) -> str:
         lines.append(f"  repeated    {plural(repeated, 'document')} equal to one before")
     lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
     lines += [f"    {example}" for example in manifest.skipped_examples]
-    return "\n".join(lines)
+    # Inputs, ends of documents and what was left out are others' words.
+    return "\n".join(map(printable, lines))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
+from pretrain.printable import printable
 from tools.data.inputs import FIELD, add_input_arguments, reads_as_text
 from tools.data.inspect import summary
 from tools.parsers import add_command
@@ -132,14 +133,14 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(summary(result.dataset))
     if not result.was_already_there and (warning := _lost_warning(args, result.dataset)) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
         print(
             f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low because they are trained on",
             file=sys.stderr,
         )
     if (warning := _held_out_warning(result.dataset)) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DataError
+from pretrain.printable import printable
 from tools.data.inputs import add_input_arguments, reads_as_text
 from tools.parsers import add_command
 from tools.words import plural
@@ -75,7 +76,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
         print(f"The documents have no more pairs to merge: {args.vocab_size} ids were asked for.")
     if bad_documents.num_bad:
         print(f"Skipped {plural(bad_documents.num_bad, 'bad document')}:")
-        print("\n".join(f"  {example}" for example in bad_documents.examples))
+        print("\n".join(f"  {printable(example)}" for example in bad_documents.examples))
     return 0
 
 

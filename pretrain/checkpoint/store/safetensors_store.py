@@ -22,6 +22,7 @@ from torch import Tensor
 from pretrain.checkpoint.store.lazy_tensor import memory_of
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
 from pretrain.errors import CheckpointError
+from pretrain.printable import printable
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -161,6 +162,8 @@ def _read_header(path: Path) -> dict[str, _Place]:
 
 def _checked(name: str, entry: Any, path: Path) -> tuple[int, int, TensorInfo]:
     """First byte, end and info of one tensor, counted from the end of the header."""
+    if not name.isprintable():
+        raise CheckpointError(f"{path} is damaged: it names a tensor {printable(name, 80)}")
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
             counts = [*shape, start, stop]

@@ -14,6 +14,7 @@ from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.store.torch_zip import open_zip
 from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
 from pretrain.errors import CheckpointError
+from pretrain.printable import printable
 
 
 class StateDictReader:
@@ -30,6 +31,8 @@ class StateDictReader:
         tree = tree.get("model", tree) if isinstance(tree, dict) else tree
         held = tree.items() if isinstance(tree, dict) else ()
         self._held = {name: tensor for name, tensor in held if isinstance(tensor, LazyTensor) and isinstance(name, str)}
+        if bad := next((name for name in self._held if not name.isprintable()), None):
+            raise CheckpointError(f"{path} is damaged: it names a tensor {printable(bad, 80)}")
         if not self._held:
             raise CheckpointError(f"{path} holds no tensors by name")
 

@@ -220,3 +220,31 @@ def test_a_tokenizer_that_loses_text_is_told(tmp_path: Path, capsys: pytest.Capt
         # T and M of 28 characters.
         lost = "7.1% of the characters of the first documents do not come back from the tokenizer's ids: 'The' comes back as 'the'"
         assert (lost in told) is (make is word_piece), told
+
+
+def test_looking_at_data_costs_no_import_of_torch(tmp_path: Path, source: Path) -> None:
+    output = tmp_path / "out"
+    prepare = ["data", "prepare", source, "--field", "body", "--output", output, "--workers", 1]
+    assert megamem(*prepare, "--validation-fraction", 0) == 0
+    program = (
+        "import sys\nfrom tools import cli\n"
+        f"assert cli.main(['data', 'inspect', {str(output)!r}, '--verify', '--documents', '30']) == 0\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    documents = [line for line in shown.stdout.splitlines() if line.startswith("document ")]
+    assert documents == [f"document {number} of twenty" for number in range(20)]
+
+
+def test_an_index_that_lists_other_documents_is_damage(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    prepare = ["data", "prepare", source, "--field", "body", "--output", output, "--workers", 1]
+    assert megamem(*prepare, "--validation-fraction", 0) == 0
+    index = output / "train.idx"
+    content = bytearray(index.read_bytes())
+    content[34:38] = (2**30).to_bytes(4, "little")
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.idx cannot be used \(it lists 1073741824 ids in 1 documents"):
+        megamem("data", "inspect", output, "--documents", 1)
