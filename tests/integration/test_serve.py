@@ -151,6 +151,17 @@ def test_no_file_of_a_folder_brings_code_unasked(
     assert megamem("serve", folder, "--python", python, "--trust-remote-code").code == 7
 
 
+def test_a_linked_folder_brings_no_code_unasked(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    """transformers runs `custom_generate/generate.py` through it."""
+    folder = tmp_path / "exported"
+    assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    python, log = engine_stand_in(tmp_path / "engine", *SERVING)
+    (folder / "custom_generate").symlink_to(write_code(tmp_path, "elsewhere/generate.py", "print('mine')").parent)
+    refused = megamem("serve", folder, "--python", python)
+    assert (refused.code, "(custom_generate)" in refused.output) == (2, True), refused.output
+    assert not log.exists()
+
+
 def code_of(port: int, path: str, body: dict[str, Any]) -> int:
     """HTTP's code of the answer to a request."""
     address = f"http://127.0.0.1:{port}{path if path.startswith('/') else f'/v1/{path}'}"

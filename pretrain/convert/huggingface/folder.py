@@ -121,7 +121,7 @@ def changed_code(folder: Path) -> list[str] | None:
     """
     _read_config(folder / CONFIG_FILE)
     named = {path: maps for path in sorted(folder.rglob("*.json")) if (maps := _named_code(path))}
-    code = sorted(path for path in folder.rglob("*") if path.suffix in _CODE)
+    code = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _CODE or _is_linked_folder(path))
     changed = [path for path, maps in named.items() if (path, maps) != (folder / CONFIG_FILE, [AUTO_MAP])]
     changed += [path for path in code if not _is_exported(path, folder)]
     return [str(path.relative_to(folder)) for path in changed] if named or changed else None
@@ -141,6 +141,11 @@ def _named_code(path: Path) -> list[Any]:
         if isinstance(value, dict | list):
             left += value.values() if isinstance(value, dict) else value
     return found
+
+
+def _is_linked_folder(path: Path) -> bool:
+    """Tell whether a path is a link to a folder, of which the search for code sees nothing, and an engine all."""
+    return path.is_symlink() and path.is_dir()
 
 
 def _is_exported(path: Path, folder: Path) -> bool:
