@@ -53,6 +53,13 @@ printf 'variable\\0%s\\0%s\\0' "${A_VARIABLE-}" "$TRITON_CACHE_DIR"
 """
 
 
+def named(name: str) -> RunConfig:
+    """A run of any name: configurations take plain ones alone, and the script must not rely on it."""
+    config = RunConfig()
+    object.__setattr__(config, "name", name)
+    return config
+
+
 def jobs_in(folder: str) -> JobsFolder:
     return JobsFolder(RunFolder(Path("/shared") / folder))
 
@@ -129,7 +136,7 @@ def test_whatever_can_be_printed_arrives(tmp_path: Path, texts: list[str], folde
         scratch_path=f"/tmp/{node_folder}",
     )
     jobs = jobs_in(folder)
-    config = replace(RunConfig(), name=name)
+    config = named(name)
     script = render([config], profile, replace(SUBMISSION, stage=stage, cluster=cluster), jobs, time="2-00:00:00")
 
     seen = seen_by_sbatch(script, tmp_path)
@@ -212,7 +219,7 @@ def test_what_no_script_can_hold_is_refused_by_name(before: str, letter: str, af
         with pytest.raises(ValueError, match="a batch script cannot hold the character"):
             VariableEntry(*entry)
     for config, submission, jobs in (
-        (replace(RunConfig(), name=text), SUBMISSION, jobs_in("run")),
+        (named(text), SUBMISSION, jobs_in("run")),
         (RunConfig(), replace(SUBMISSION, stage=text), jobs_in("run")),
         (RunConfig(), replace(SUBMISSION, cluster=text), jobs_in("run")),
         (RunConfig(), SUBMISSION, jobs_in(text.replace("/", ""))),
