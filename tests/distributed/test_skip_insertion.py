@@ -37,6 +37,9 @@ GAPS = PlacementConfig(blocks=(0, 2, 5, 7), query_group=2)
 PAIRS = PlacementConfig(query_group=2)
 # Tolerance of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
 TOLERANCE = 2e-6
+# Tolerance beside n-grams: their gate's root has a slope of up to 500, where others have one of about 1. A norm is of all
+# gradients, of which some hundredth are behind a score that near to zero.
+OF_ROOTS = 500 * 2.0**-24
 
 
 def spread(spans: str) -> PlacementConfig:
@@ -194,5 +197,5 @@ def test_blocks_of_another_family_pass_it_on(run_ranks: Any) -> None:
     (split,) = run_ranks(lambda: [train(replace(both, parallel=ParallelConfig(tensor=2)))], 2)[0]
     for run in (recomputed, split):
         for actual, reference in zip(run, expected, strict=True):
-            assert actual == pytest.approx(reference, rel=TOLERANCE)
-    assert others[0] != pytest.approx(expected[0], rel=TOLERANCE)
+            assert actual == pytest.approx(reference, rel=OF_ROOTS)
+    assert others[0] != pytest.approx(expected[0], rel=10 * OF_ROOTS)
