@@ -2,8 +2,9 @@
 
 Megatron-core asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
 the CPU, through the list of redirections below; the parallel state, schedules, DDP, optimizer and checkpoints that then
-run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is undone on exit. Beside
-it, `cpu_products.py` alone replaces anything in a run. (A `TorchFunctionMode` would see every call of torch, and cost a small model a fifth of its step.)
+run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is undone on exit. Beside it, `cpu_products.py`
+alone replaces anything in a run. (A `TorchFunctionMode` would see every call of torch, and cost a small model a fifth of
+its step.)
 """
 
 from __future__ import annotations

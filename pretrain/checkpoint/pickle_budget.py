@@ -25,8 +25,8 @@ class _Object:
 
     Attributes:
         weight: elements and characters in it.
-        depth: of objects in objects.
-        is_taken: whether it was taken from those that are remembered.
+        depth: levels of objects in objects.
+        is_taken: True if it was taken from those that are remembered.
     """
 
     __slots__ = ("depth", "is_taken", "weight")

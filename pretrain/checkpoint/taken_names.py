@@ -15,7 +15,7 @@ from pretrain.errors import CheckpointError
 _OUR_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata|common\.pt|metadata\.json|state\.json")
 
 
-def foreign_entries(path: Path, state_file: str) -> list[str]:
+def _foreign_entries(path: Path, state_file: str) -> list[str]:
     """Names in a checkpoint's folder that are neither a checkpoint's nor listed in its `state.json`, whole or not."""
     try:
         listed = set(json.loads((path / state_file).read_bytes())["files"])
@@ -37,7 +37,7 @@ def refuse_if_taken(path: Path, state_file: str) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         kind = "a link" if path.is_symlink() else "a file"
         raise CheckpointError(f"{path} is {kind}, and a checkpoint of this run is to have its name: move it away")
-    if path.is_dir() and (foreign := foreign_entries(path, state_file)):
+    if path.is_dir() and (foreign := _foreign_entries(path, state_file)):
         raise CheckpointError(
             f"{path} holds {foreign[0]!r}, which is no file of a checkpoint, and a checkpoint of this run is to have its "
             "name: move it away"

@@ -13,6 +13,9 @@ from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError
 
+MOST_DOCUMENTS = 2**31 - 1
+"""Most documents, over all epochs, in an order that Megatron's index holds."""
+
 
 def check_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> Tokenizer:
     """The tokenizer that the data sets of a blend share; see `open_blend`."""
@@ -40,10 +43,6 @@ def open_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[Prepar
                 f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
             )
     return [first, *others]
-
-
-MOST_DOCUMENTS = 2**31 - 1
-"""In the order that Megatron's index holds, over all epochs."""
 
 
 def domain_names(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[str]:

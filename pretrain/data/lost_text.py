@@ -14,7 +14,7 @@ class LostText:
     """Characters of documents that are not in the text of their ids.
 
     Attributes:
-        share: of all characters.
+        share: part of all characters that is lost.
         example: the first word that comes back as another, and what it comes back as; None: each does.
     """
 

@@ -251,18 +251,27 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / TOKENIZER_INFO_FILE).write_text(json.dumps(asdict(tokenizer.info), indent=1), encoding="utf-8")
 
 
+def saved_tokenizer_info(folder: Path) -> TokenizerInfo:
+    """Record of the tokenizer that `save_tokenizer` kept, which is read in no time.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    try:
+        return TokenizerInfo(**json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{folder}: no tokenizer can be read here ({error}). It is written when a run starts."
+        ) from error
+
+
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save_tokenizer` kept.
 
     Raises:
         DataError: there is none, or it is damaged.
     """
-    try:
-        info = TokenizerInfo(**json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{folder}: no tokenizer can be read here ({error}). It is written when a run starts."
-        ) from error
+    info = saved_tokenizer_info(folder)
     try:
         return _open_tokenizer(folder, info)
     except DataError as error:

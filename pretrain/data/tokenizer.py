@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         Args:
             definition: content of the `tokenizer.json`.
-            eod_token: the token that ends a document; None picks the first known name that the vocabulary has.
+            eod_token: the token that ends a document; None picks the only known name that the vocabulary has.
             origin: where the definition is from, for messages.
             special_tokens: text that reads as a special token is that token, as in a chat model's own texts.
 
@@ -266,13 +266,16 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def added_tokens(self) -> list[str]:
         """Tokens beside those of the vocabulary of texts, special or not."""
-        return [token.content for token in self._backend.get_added_tokens_decoder().values()]
+        return [token.content for token in self._added]
 
     @property
     def markers(self) -> list[str]:
         """Special tokens beside the one that ends a document."""
-        tokens = self._backend.get_added_tokens_decoder().values()
-        return [token.content for token in tokens if token.special and token.content != self.eod_token]
+        return [token.content for token in self._added if token.special and token.content != self.eod_token]
+
+    @property
+    def _added(self) -> Iterable[Any]:
+        return self._backend.get_added_tokens_decoder().values()
 
     def taking_special_tokens(self) -> HuggingFaceTokenizer:
         return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True)
@@ -327,9 +330,8 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_to
         DataError: there is no such tokenizer, or it cannot be used.
     """
     if str(spec) == BYTES or str(spec).startswith(f"{CODES}:"):
-        for option in (f"--eod-token {eod_token!r}",) * (eod_token is not None) + (
-            "--special-tokens",
-        ) * special_tokens:
+        if eod_token is not None or special_tokens:
+            option = "--special-tokens" if eod_token is None else f"--eod-token {eod_token!r}"
             raise DataError(
                 f"The {'byte' if str(spec) == BYTES else 'code'} tokenizer has its own end-of-document token, and no other "
                 f"special one: leave {option} out."

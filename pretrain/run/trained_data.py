@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import RunConfig
-from pretrain.data.manifest import PreparedDataset, open_dataset, open_saved_tokenizer
+from pretrain.data.manifest import PreparedDataset, open_dataset, open_saved_tokenizer, saved_tokenizer_info
 from pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretrain.errors import DataError
 from pretrain.run.folder import RunFolder
@@ -124,7 +124,7 @@ def how_to_prepare(tokenizer: os.PathLike[str]) -> str:
 def knows_special_tokens(saved: SavedState) -> bool:
     """True if a checkpoint was trained on special tokens: it goes on knowing them, whatever it is trained on next."""
     try:
-        return open_saved_tokenizer(RunFolder(saved.path.parent.parent).tokenizer).special_tokens
+        return saved_tokenizer_info(RunFolder(saved.path.parent.parent).tokenizer).special_tokens
     except DataError:
         # Checkpoints that were copied without their run say nothing.
         return False

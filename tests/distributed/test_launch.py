@@ -514,7 +514,12 @@ def test_ranks_without_a_handler_end_as_asked(tmp_path: Path, number: int, code:
     assert exit_code_of(parent) == code
 
 
-def test_a_second_stop_signal_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_stop_signal_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals) -> None:
+    """Another one at once, and the same one later than copies of the first may come."""
+    if second == signal.SIGTERM:
+        monkeypatch.setattr("parallel.launch._SAME_REQUEST_S", 0.0)
+
     def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: (tmp_path / f"signal.{my_ranks().rank}").touch())
         leave_pid(tmp_path, os.getpid())
@@ -524,7 +529,7 @@ def test_a_second_stop_signal_kills(tmp_path: Path) -> None:
     wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
     os.kill(parent, signal.SIGTERM)
     wait_until(lambda: len(list(tmp_path.glob("signal.*"))) == 2, "the first signal to arrive")
-    os.kill(parent, signal.SIGINT)
+    os.kill(parent, second)
     assert exit_code_of(parent) == 143
     assert all(map(is_gone, pids_in(tmp_path)))
 
@@ -553,22 +558,6 @@ def test_a_stop_signal_to_all_processes_is_one_request(tmp_path: Path) -> None:
     launcher.terminate()
     (tmp_path / "saved").touch()
     assert exit_code_of(parent) == 75
-
-
-def test_the_same_signal_later_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.launch._SAME_REQUEST_S", 0.0)
-
-    def main() -> None:
-        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / f"signal.{my_ranks().rank}").touch())
-        leave_pid(tmp_path, os.getpid())
-        sleep_forever()
-
-    parent = fork_parent(lambda: launch_ranks(main, 2))
-    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
-    os.kill(parent, signal.SIGTERM)
-    wait_until(lambda: len(list(tmp_path.glob("signal.*"))) == 2, "the first signal to arrive")
-    os.kill(parent, signal.SIGTERM)
-    assert exit_code_of(parent) == 143
 
 
 def test_threads_of_the_parent_do_not_block_its_ranks() -> None:

@@ -136,7 +136,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
         print(
-            f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low because they are trained on",
+            f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low "
+            "because they are trained on",
             file=sys.stderr,
         )
     if (warning := _held_out_warning(result.dataset)) is not None:
@@ -151,7 +152,6 @@ def _lost_warning(args: argparse.Namespace, dataset: PreparedDataset) -> str | N
 
     if args.prompt_field is not None:
         return None
-
     # What is bad was counted before.
     skipped = BadDocumentLog(limit=args.max_bad)
     texts = read_documents(args.inputs, field_name=args.field, as_text=reads_as_text(args), bad_documents=skipped)
