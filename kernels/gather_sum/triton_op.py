@@ -19,6 +19,41 @@ from kernels.common.tiles import gather_tile
 from kernels.gather_sum.op import empty_result
 
 
+@triton.jit
+def _scaled_rows(
+    table,
+    ids,
+    coef,
+    bins,
+    t,
+    group,
+    b,
+    columns,
+    in_row,
+    start,
+    num_rows,
+    J,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """coef[t, j, group] table[ids[t, j], columns of the group] of ENTRIES entries j from `start` on; 0 of other bins."""
+    j = start + tl.arange(0, ENTRIES)
+    present = j < J
+    entry = t * J + j
+    if B > 1:
+        present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
+    row = tl.load(ids + entry, mask=present, other=-1)
+    # Beside the ids and not behind them; what it is for rows that others hold does not count.
+    scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
+    own = present & (row >= 0) & (row < num_rows)
+    scale = tl.where(own, scale, 0)
+    at = (row.to(tl.int64) * W + group * (W // C))[:, None] + columns[None, :]
+    return scale[:, None] * tl.load(table + at, mask=own[:, None] & in_row[None, :], other=0).to(SUM)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_sum_kernel(
     table,
@@ -33,12 +68,13 @@ def gather_sum_kernel(
     B: tl.constexpr,
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
     SUM: tl.constexpr,
 ):
     """out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c].
 
     The grid is (T, B x C x column tiles). Every element of a tile has a sum of its own in registers; these are added up
-    at the end. Of an entry whose row others hold nothing but the id is loaded.
+    at the end. Of an entry whose row others hold, nothing of a table is loaded.
     """
     PER_GROUP: tl.constexpr = W // C
     COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
@@ -49,18 +85,18 @@ def gather_sum_kernel(
     columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < PER_GROUP
     sums = tl.zeros([ENTRIES, COLUMNS], SUM)
-    for start in range(0, J, ENTRIES):
-        j = start + tl.arange(0, ENTRIES)
-        present = j < J
-        entry = t * J + j
-        if B > 1:
-            present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
-        row = tl.load(ids + entry, mask=present, other=-1)
-        present = (row >= 0) & (row < num_rows)
-        row = row.to(tl.int64)
-        scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
-        at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
-        sums += scale[:, None] * tl.load(table + at, mask=present[:, None] & in_row[None, :], other=0).to(SUM)
+    # Unrolled where the entries are few: with all loads of a token under way at once, and no sums to carry, a thread has
+    # half of the registers.
+    if TILES <= 4:
+        for step in tl.static_range(TILES):
+            sums += _scaled_rows(
+                table, ids, coef, bins, t, group, b, columns, in_row, step * ENTRIES, num_rows, J, C, W, B, ENTRIES, SUM
+            )
+    else:
+        for start in range(0, J, ENTRIES):
+            sums += _scaled_rows(
+                table, ids, coef, bins, t, group, b, columns, in_row, start, num_rows, J, C, W, B, ENTRIES, SUM
+            )
     total = tl.sum(sums, axis=0).to(out.dtype.element_ty)
     tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total, mask=in_row)
 
@@ -90,6 +126,7 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
             B=num_bins,
             ENTRIES=tile.entries,
             COLUMNS=tile.columns,
+            TILES=-(-reads // tile.entries),
             SUM=sum_dtype(table),
             num_warps=tile.num_warps,
         )

@@ -27,25 +27,36 @@ class GradientNorms:
         return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
 
 
-NORM_PART_ELEMENTS = 1 << 22
-"""Elements of a gradient whose squares are summed at once: 32 MB in fp64."""
-
-NORM_PART_ELEMENTS_ON_CPU = 1 << 18
-"""The same on a CPU, where the fp64 copy stays in the cache: 2 MB."""
+NORM_PART_ELEMENTS = 1 << 18
+"""Elements of a gradient whose squares are summed at once on a CPU: 2 MB in fp64, which its cache holds."""
 
 
-def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Sum of squares, [] fp64, of a contiguous gradient of any size.
+def sums_of_squares(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Sum of squares of each gradient, [] fp64, contiguous and of any size; without an fp64 copy of a large one.
 
-    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table. On a CPU all parts
-    are copied to one place. With a copy for each, and a small result behind it, the next copy would not fit where the last
-    one was, and the heap would grow by 8 bytes per element.
+    On a GPU few kernels read all of them. (One norm after the other takes 16 times as long, by launches and copies.)
+    """
+    sums: dict[int, Tensor] = {}
+    # Of several dtypes together PyTorch would take one tensor at a time.
+    on_gpu: dict[torch.dtype, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient.is_cuda:
+            on_gpu.setdefault(gradient.dtype, []).append(place)
+        else:
+            sums[place] = _sum_of_squares(gradient)
+    for places in on_gpu.values():
+        norms = torch._foreach_norm([gradients[place] for place in places], 2, torch.float64)
+        sums |= zip(places, torch._foreach_mul(norms, norms), strict=True)
+    return [sums[place] for place in range(len(gradients))]
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """Sum of squares, [] fp64, in parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of
+    a table. All parts are copied to one place. With a copy for each, and a small result behind it, the next copy would
+    not fit where the last one was, and the heap would grow by 8 bytes per element.
     """
     flat = gradient.view(-1)
-    if gradient.is_cuda:
-        parts = flat.split(NORM_PART_ELEMENTS)
-        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
-    parts = flat.split(min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU))
+    parts = flat.split(NORM_PART_ELEMENTS)
     copy = torch.empty(len(parts[0]), dtype=torch.float64)
     norms = torch.empty(len(parts), dtype=torch.float64)
     for part, norm in zip(parts, norms, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megamem.parameters import GroupName
 from pretrain.config.updates import TABLE_GROUPS
 from pretrain.engine.bf16_gradients import TableRoundings
-from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sum_of_squares
+from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sums_of_squares
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
 from pretrain.engine.read_rows import ReadTables
 from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
@@ -183,6 +183,26 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                 )
             (self.optimizer.param_groups[index]["step"],) = numbers
 
+    def _copy_main_params_to_model_params(self) -> None:
+        """Round the main weights, as Megatron's does one by one, by one kernel for many."""
+        if self.is_stub_optimizer:
+            return
+        shares: list[Tensor] = []
+        mains: list[Tensor] = []
+        groups = zip(
+            (*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups),
+            (*self.model_float16_groups, *self.model_fp32_groups),
+            strict=True,
+        )
+        for of_group, parameters in groups:
+            for main, parameter in zip(of_group, parameters, strict=True):
+                place = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+                index, _, bucket = self.model_param_gbuf_map[parameter]
+                shares.append(self.buffers[index].buckets[bucket].param_data.view(-1)[place.start : place.end])
+                mains.append(main)
+        if shares:
+            torch._foreach_copy_(shares, mains)
+
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
         """Round the main weights to this rank's shares of the model's, as after an update."""
@@ -277,11 +297,11 @@ class MemoryOptimizer(ChainedOptimizer):
         every layout.
         """
         # An optimizer of its own has the tables in another order than one of all parameters.
-        squares: dict[bool, list[Tensor]] = {False: [], True: []}
+        gradients: dict[bool, list[Tensor]] = {False: [], True: []}
         for optimizer in self.chained_optimizers:
             for group, gradient in optimizer.gradients(counted_once=True):
-                squares[self._is_clipped_apart(group)].append(sum_of_squares(gradient))
-        sums = torch.stack([sum_in_any_order(of_norm) for of_norm in squares.values()])
+                gradients[self._is_clipped_apart(group)].append(gradient)
+        sums = torch.stack([sum_in_any_order(sums_of_squares(of_norm)) for of_norm in gradients.values()])
         torch.distributed.all_reduce(sums)
         # Host sync: the norms decide whether there is an update at all.
         main, tables = sums.sqrt().tolist()
