@@ -22,6 +22,7 @@ from kernels.product_topk.op import ProductTopk
 from kernels.row_squares.op import RowSquares
 from kernels.row_update.op import RowUpdate
 from kernels.shuffled_rows.op import ShuffledRows
+from kernels.swiglu.op import SwiGLU
 from kernels.tucker_scores.op import TuckerScores
 from kernels.tucker_topk.op import TuckerTopk
 
@@ -40,6 +41,7 @@ class Kernels:
     tucker_scores: TuckerScores
     row_squares: RowSquares
     row_update: RowUpdate
+    swiglu: SwiGLU
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

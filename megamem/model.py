@@ -87,7 +87,7 @@ class MemoryGPTModel(GPTModel):
             separate_documents: positions start anew at every document, and each chunk asks for them.
             attention_core: what attends where Transformer Engine does not.
             norm: of the backbone, where Transformer Engine brings none.
-            kernels: of the layers' retrieval; the banks have theirs.
+            kernels: of the layers' retrieval and of the backbone; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
             vp_stage: index of the chunk on its rank; None without interleaving.
             stage: this rank's stage, of those of the pipeline.
@@ -122,6 +122,7 @@ class MemoryGPTModel(GPTModel):
             qk_norm=model.qk_norm,
             latent=model.latent_attention,
             moe=model.moe,
+            kernels=kernels,
             groups=groups,
             side_stream=side_stream,
         )

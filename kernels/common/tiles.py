@@ -94,6 +94,22 @@ def update_tile(width: int) -> Tile:
     return Tile(max(1, 4 * _WARP * 8 // columns), columns, 4)
 
 
+@dataclass(frozen=True)
+class ListTile:
+    """Lists of kept entries that one program has in registers."""
+
+    lists: int
+    entries: int
+    """A power of two, of which a list fills a part."""
+    num_warps: int
+
+
+def list_tile(top_k: int) -> ListTile:
+    """Tile of passes over lists of K kept entries: 512 of them, or one list."""
+    entries = max(4, _power_of_two(top_k))
+    return ListTile(max(1, 512 // entries), entries, 4)
+
+
 def slots_per_run(num_slots: int) -> int:
     """Slots of entries in a run of `segment_accumulate`. Longer runs are more alike; short ones keep a GPU busy."""
     return min(4, max(1, num_slots // _MANY_RUNS))

@@ -25,7 +25,7 @@ class TuckerScores(Protocol):
 
 def empty_result(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     """The result, not filled yet; also the op's fake for `torch.compile`."""
-    return scores.new_empty(*entries.shape[1:], cores.shape[0])
+    return cores.new_empty(*entries.shape[1:], cores.shape[0])
 
 
 def torch_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:

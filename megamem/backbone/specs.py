@@ -18,11 +18,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from kernels.select import Kernels
 from megamem.attention.core import SdpaCoreAttention
 from megamem.backbone.moe import moe_spec
 from megamem.backbone.norm import LayerNorm, RMSNorm
 from megamem.backbone.parts import BlockEdit, Parts, Site
-from megamem.backbone.swiglu import SwiGLU
+from megamem.backbone.swiglu import activation_of
 from megamem.block import MemoryBlock
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.placement.spans import pending_before
@@ -38,6 +39,7 @@ def backbone_parts(
     qk_norm: bool,
     latent: LatentAttentionConfig | None,
     moe: MoEConfig | None,
+    kernels: Kernels,
     groups: ProcessGroupCollection,
     side_stream: SideStream,
 ) -> Parts:
@@ -48,6 +50,7 @@ def backbone_parts(
         implementation: Megatron's local linears with our `norm` and `attention_core`, or all of Transformer Engine's.
         latent: of latent attention; None: keys and values have projections of their own.
         moe: a mixture of experts as the feed-forward; None: the dense one.
+        kernels: of what stands between products.
         side_stream: where the memory of a block runs beside its feed-forward.
 
     Raises:
@@ -60,7 +63,7 @@ def backbone_parts(
         )
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
-    ffn, ffn_arguments = _ffn(provider, groups, config.ffn_hidden_size, moe)
+    ffn, ffn_arguments = _ffn(provider, groups, config.ffn_hidden_size, moe, kernels)
     return Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
@@ -115,12 +118,13 @@ def _ffn(
     groups: ProcessGroupCollection,
     width: int,
     moe: MoEConfig | None,
+    kernels: Kernels,
 ) -> tuple[ModuleSpec, dict[str, Any]]:
     """The feed-forward, and the groups that Megatron's layer hands to it where it stands alone."""
     linears = MLPSubmodules(
         linear_fc1=provider.column_parallel_linear(),
         linear_fc2=provider.row_parallel_linear(),
-        activation_func=SwiGLU,
+        activation_func=activation_of(kernels.swiglu),
     )
     if moe is not None:
         return moe_spec(linears, moe.balance_sequences), {"pg_collection": groups}

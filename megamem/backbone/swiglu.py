@@ -1,52 +1,28 @@
-"""SwiGLU, the activation of every feed-forward and expert."""
+"""SwiGLU, the activation of every feed-forward and expert, in the place that Megatron has for one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from kernels.swiglu.op import SwiGLU
 
 
-def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) up, [..., F] of [gate; up] [..., 2 F].
+class _Activation(MegatronModule):
+    """`kernels.swiglu` as Megatron's `MLP` builds what stands in its activation's place."""
 
-    Backward keeps what it is given, which is the first linear's output. Megatron's own, where nothing is fused, keeps
-    silu(gate) and a copy of `up` besides; its fused one is compiled by every process that runs it.
-    """
-    out: Tensor = _SwiGLU.apply(gate_and_up)
-    return out
-
-
-class SwiGLU(MegatronModule):
-    """`swiglu` as Megatron's `MLP` builds what stands in its activation's place."""
+    op: ClassVar[SwiGLU]
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        return swiglu(gate_and_up)
+        return type(self).op(gate_and_up)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_and_up)
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_and_up,) = ctx.saved_tensors
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        both = torch.empty_like(gate_and_up)
-        of_gate, of_up = both.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=of_up)
-        torch.mul(grads[0], up, out=of_gate)
-        torch.ops.aten.silu_backward(of_gate, gate, grad_input=of_gate)
-        return both
+def activation_of(op: SwiGLU) -> type[MegatronModule]:
+    """The class of an implementation: Megatron builds activations of nothing but its configuration."""
+    return type("SwiGLUActivation", (_Activation,), {"op": staticmethod(op)})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels.kept_scores import kept_scores
 from kernels.product_topk.op import ProductTopk, torch_product_topk
 from megamem.backbone.norm import rms_normalise
+from megamem.layers.key_products import key_products
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.retrieval.config import ProductKeyConfig
 from megamem.width_config import Width
@@ -87,7 +88,7 @@ class ProductKeyLayer(RetrievalLayer):
         if self.query_norm is not None:
             queries = rms_normalise(queries, self.query_norm, self.epsilon)
         # One product per (head, side): [2H, T, d] x [2H, d, N].
-        products = torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
+        products = key_products(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
         products = products.to(torch.promote_types(products.dtype, torch.float32))
         rows, columns = products.view(heads, 2, x.shape[0], self.num_keys).permute(1, 2, 0, 3).unbind(0)
         return rows, columns

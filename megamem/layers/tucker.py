@@ -23,6 +23,7 @@ from megamem.backbone.norm import rms_normalise
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
+from megamem.layers.key_products import key_products
 from megamem.layers.layer import ScoreCalibration
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.retrieval.config import TuckerConfig
@@ -200,11 +201,11 @@ class TuckerLayer(RetrievalLayer):
         if memory.query == "per_head":
             # One product per (side, head): [2H, T, d] x [2H, d, N R].
             by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)
-            products = _as_read(torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2)))
+            products = _as_read(key_products(queries.transpose(0, 1), by_side_and_head.transpose(1, 2)))
             return products.view(2, heads, x.shape[0], keys, rank).transpose(1, 2)
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
-        products = _as_read(torch.bmm(queries.transpose(0, 1), by_side_and_rank))
+        products = _as_read(key_products(queries.transpose(0, 1), by_side_and_rank))
         return products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1)
 
     def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -59,7 +59,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         qk_layernorm=model.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # Not Transformer Engine's, but the one that the spec names: `megamem.backbone.swiglu.swiglu`.
+        # Not Transformer Engine's, but the one that the spec names: `megamem.backbone.swiglu`.
         use_te_activation_func=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,

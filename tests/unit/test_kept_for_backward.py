@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.swiglu.op import torch_swiglu as swiglu
 from megamem.backbone.norm import rms_normalise
-from megamem.backbone.swiglu import swiglu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 

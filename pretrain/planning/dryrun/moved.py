@@ -161,7 +161,14 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "collect_grid_kernel": _collected("stage_ids", "scratch"),
     "collect_sums_kernel": _collected("stage_ids", "scratch"),
     "sort_candidates_kernel": _all("scratch", "stage_ids", "retrieved"),
+    "swiglu_kernel": _all("gate_and_up", "out"),
+    "swiglu_gradient_kernel": _all("gate_and_up", "gradient", "out"),
+    "tucker_scores_kernel": lambda of: _all("cores", "entries", "out", "kept")(of) + SECTOR_BYTES * of["kept"].numel(),
+    "tucker_entry_gradients_kernel": _all("kept", "cores", "gradient", "of_entries", "of_cores"),
+    "sum_of_equal_keys_kernel": lambda of: (
+        _all("of_entries", "entries")(of) + SECTOR_BYTES * of["R"] * of["entries"].numel()
+    ),
     "row_squares_kernel": _all("gradient", "squares"),
     "row_update_kernel": _updated,
 }
-"""Formulas of the kernels of selections and updates. Those of lookups are in `pretrain.planning.costs.rows`."""
+"""Formulas of the kernels of selections, scores, activations and updates. Those of lookups are in `pretrain.planning.costs.rows`."""

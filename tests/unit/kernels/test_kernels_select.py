@@ -65,7 +65,8 @@ def test_an_op_without_cpp_is_pytorchs_unless_it_was_named(monkeypatch: pytest.M
         resolve("torch", {"tucker_topk": "cpu"}, "cpu")
 
 
-def test_an_op_without_triton_is_pytorchs_unless_it_was_named() -> None:
+def test_an_op_without_triton_is_pytorchs_unless_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.select._has_source", lambda op, name: (op, name) != ("tucker_scores", "triton"))
     assert resolve("triton", {}, "cuda") == {**dict.fromkeys(OPS, "triton"), "tucker_scores": "torch"}
     with pytest.raises(KernelUnavailableError, match=r"tucker_scores: there is no Triton implementation"):
         resolve("torch", {"tucker_scores": "triton"}, "cuda")

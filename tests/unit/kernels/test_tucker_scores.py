@@ -16,7 +16,7 @@ from kernels.tucker_scores import naive
 
 IMPLEMENTATIONS = [
     pytest.param(name, marks=pytest.mark.skipif(bool(unavailable(name, "cpu")), reason=str(unavailable(name, "cpu"))))
-    for name in ("torch", "cpu")
+    for name in ("torch", "cpu", "triton")
 ]
 # T, H, N, R, C, K: as shipped; more lists than one part of the cores' gradients holds, all entries the same; tails; one
 # entry; no token.
@@ -83,6 +83,26 @@ def test_bits_do_not_depend_on_the_number_of_threads(implementation: Implementat
         # PyTorch's product may sum the cores' gradients by threads.
         results = [found[:2] for found in results]
     assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(bool(unavailable("triton", "cpu")), reason=str(unavailable("triton", "cpu")))
+def test_scores_in_bf16_whose_rows_have_gaps_are_taken_and_given() -> None:
+    """As aligned products hand them on: widened where they are kept, and a gradient in their dtype and place."""
+    shape, layout = SHAPES[0], LAYOUTS[0]
+    drawn, cores, entries = draw(shape, layout, torch.float32)
+    made = drawn.permute(layout).bfloat16()
+    wide = torch.zeros(*made.shape[:-1], made.shape[-1] + 7, dtype=made.dtype)[..., : made.shape[-1]].copy_(made)
+    scores = wide.permute(*(layout.index(axis) for axis in range(5))).requires_grad_()
+    twin = scores.detach().double().requires_grad_()
+    weight = torch.randn(*entries.shape[1:], cores.shape[0], generator=torch.Generator().manual_seed(8))
+    out = implementation_of("tucker_scores", "triton")(scores, cores, entries)
+    expected = naive.tucker_scores(twin, cores.double(), entries)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    (found,) = torch.autograd.grad(out, scores, weight)
+    (reference,) = torch.autograd.grad(expected, twin, weight.double())
+    assert (found.dtype, found.stride()) == (torch.bfloat16, scores.stride())
+    torch.testing.assert_close(found.double(), reference, rtol=4e-3, atol=1e-6)
 
 
 @pytest.mark.skipif(bool(unavailable("cpu", "cpu")), reason=str(unavailable("cpu", "cpu")))

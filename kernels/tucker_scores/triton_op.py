@@ -1,0 +1,262 @@
+"""`tucker_scores` in Triton: a pass forward; in backward one over the entries, and one that adds those of equal keys.
+
+No product of R x R matrices, no sort and no atomics: a list's entries are few enough to be compared with each other.
+
+Legend: T tokens, H heads, N keys per side, R Tucker rank, C cores, K kept entries per token and head; a list is those of
+a token and head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.tiles import list_tile
+from kernels.tucker_scores.op import empty_result
+
+_COMPARED = 32
+"""Entries that are compared with as many others at a time."""
+
+
+@triton.jit
+def tucker_scores_kernel(
+    scores,
+    cores,
+    entries,
+    out,
+    kept,
+    T,
+    H,
+    K,
+    of_side,
+    of_token,
+    of_head,
+    of_key,
+    of_rank,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """out[t, h, k, c] = sum_s (sum_r row[r] core[c, r, s]) column[s]; the grid is (tiles of tokens, H).
+
+    Row and column scores are copied to `kept` [2, R, T, H, K], for backward. `of_side` to `of_rank` are the strides of
+    scores.
+    """
+    head = tl.program_id(1)
+    at, there, per_rank = _tile(T, H, K, TOKENS, KEPT)
+    start = scores + (at // (H * K)) * of_token + head * of_head
+    row = start + tl.load(entries + at, mask=there, other=0) * of_key
+    column = start + of_side + tl.load(entries + per_rank + at, mask=there, other=0) * of_key
+    for r in tl.static_range(R):
+        tl.store(kept + r * per_rank + at, tl.load(row + r * of_rank, mask=there, other=0), mask=there)
+        tl.store(kept + (R + r) * per_rank + at, tl.load(column + r * of_rank, mask=there, other=0), mask=there)
+    for c in tl.static_range(C):
+        total = tl.zeros([TOKENS, KEPT], SUM)
+        for s in tl.static_range(R):
+            mixed = tl.zeros([TOKENS, KEPT], SUM)
+            for r in tl.static_range(R):
+                core = tl.load(cores + ((c * H + head) * R + r) * R + s).to(SUM)
+                mixed += tl.load(row + r * of_rank, mask=there, other=0).to(SUM) * core
+            total += mixed * tl.load(column + s * of_rank, mask=there, other=0).to(SUM)
+        tl.store(out + at * C + c, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def tucker_entry_gradients_kernel(
+    kept,
+    cores,
+    gradient,
+    of_entries,
+    of_cores,
+    T,
+    H,
+    K,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Gradients of each entry's row and column scores, [2, R, T, H, K], and of the cores by tiles of tokens,
+    [tiles, C, H, R, R]; the grid is (tiles of tokens, H)."""
+    head = tl.program_id(1)
+    at, there, per_rank = _tile(T, H, K, TOKENS, KEPT)
+    rows, columns = kept + at, kept + R * per_rank + at
+    part = of_cores + (tl.program_id(0).to(tl.int64) * C * H + head) * R * R
+    for r in tl.static_range(R):
+        of_row = tl.zeros([TOKENS, KEPT], SUM)
+        of_column = tl.zeros([TOKENS, KEPT], SUM)
+        own = tl.load(rows + r * per_rank, mask=there, other=0).to(SUM)
+        for s in tl.static_range(R):
+            by_row = tl.load(rows + s * per_rank, mask=there, other=0).to(SUM)
+            by_column = tl.load(columns + s * per_rank, mask=there, other=0).to(SUM)
+            for c in tl.static_range(C):
+                of_out = tl.load(gradient + at * C + c, mask=there, other=0).to(SUM)
+                of_row += of_out * by_column * tl.load(cores + ((c * H + head) * R + r) * R + s).to(SUM)
+                of_column += of_out * by_row * tl.load(cores + ((c * H + head) * R + s) * R + r).to(SUM)
+                of_core = tl.sum(tl.sum(of_out * own * by_column, axis=1), axis=0)
+                tl.store(part + c * H * R * R + r * R + s, of_core)
+        tl.store(of_entries + r * per_rank + at, of_row, mask=there)
+        tl.store(of_entries + (R + r) * per_rank + at, of_column, mask=there)
+
+
+@triton.jit
+def sum_of_equal_keys_kernel(
+    of_entries,
+    entries,
+    of_scores,
+    T,
+    H,
+    K,
+    of_side,
+    of_token,
+    of_head,
+    of_key,
+    of_rank,
+    R: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """The gradient of scores, which are zero where no entry is: the sum over the entries of a key, which the first of them
+    writes. The grid is (tiles of tokens, H, sides x blocks of entries)."""
+    num_blocks = tl.cdiv(K, BLOCK)
+    side, block = tl.program_id(2) // num_blocks, tl.program_id(2) % num_blocks
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    present = token < T
+    start = (token * H + head) * K
+    per_rank = tl.cast(T, tl.int64) * H * K
+    ids = entries + side * per_rank
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    there = present[:, None] & (own < K)[None, :]
+    key = tl.load(ids + start[:, None] + own[None, :], mask=there, other=-1)
+    earlier = tl.zeros([TOKENS, BLOCK], tl.int32)
+    where = of_scores + side * of_side + token[:, None] * of_token + head * of_head + key * of_key
+    # A pass over the others for each r: their gradients lie in the cache, and the sums of one r in registers.
+    for r in tl.static_range(R):
+        total = tl.zeros([TOKENS, BLOCK], SUM)
+        for first in range(0, K, BLOCK):
+            other = first + tl.arange(0, BLOCK)
+            also = present[:, None] & (other < K)[None, :]
+            at = start[:, None] + other[None, :]
+            equal = key[:, :, None] == tl.load(ids + at, mask=also, other=-2)[:, None, :]
+            terms = tl.load(of_entries + (side * R + r) * per_rank + at, mask=also, other=0)
+            total += tl.sum(tl.where(equal, terms[:, None, :], 0), axis=2)
+            if r == 0:
+                before = equal & (other[None, None, :] < own[None, :, None])
+                earlier += tl.sum(before.to(tl.int32), axis=2)
+        tl.store(where + r * of_rank, total.to(of_scores.dtype.element_ty), mask=there & (earlier == 0))
+
+
+@triton.jit
+def _tile(T, H, K, TOKENS: tl.constexpr, KEPT: tl.constexpr):
+    """Numbers of a tile's entries in [T, H, K], a mask of them, and T H K; the grid is (tiles of tokens, H)."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    k = tl.arange(0, KEPT)[None, :]
+    return (token * H + tl.program_id(1)) * K + k, (token < T) & (k < K), tl.cast(T, tl.int64) * H * K
+
+
+def tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
+    """The function of `kernels.tucker_scores.naive.tucker_scores`, with its gradients.
+
+    Backward keeps the scores of the entries, and not those of all keys.
+    """
+    out: Tensor = _scores(scores, cores, entries)[0]
+    return out
+
+
+@torch.library.custom_op("megamem::triton_tucker_scores", mutates_args=())
+def _scores(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    cores, entries = cores.contiguous(), entries.contiguous()
+    out, kept = _results(scores, cores, entries)
+    if out.numel() == 0:
+        return out, kept
+    _, tokens, heads, top_k = entries.shape
+    tile = list_tile(top_k)
+    with on_device_of(scores):
+        tucker_scores_kernel[(-(-tokens // tile.lists), heads)](
+            *(scores, cores, entries, out, kept, tokens, heads, top_k, *scores.stride()),
+            C=cores.shape[0],
+            R=cores.shape[3],
+            TOKENS=tile.lists,
+            KEPT=tile.entries,
+            SUM=sum_dtype(cores),
+            num_warps=tile.num_warps,
+        )
+    return out, kept
+
+
+@_scores.register_fake
+def _results(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_result(scores, cores, entries), scores.new_empty(2, cores.shape[3], *entries.shape[1:])
+
+
+@torch.library.custom_op("megamem::triton_tucker_scores_gradients", mutates_args=())
+def _gradients(
+    kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
+) -> tuple[Tensor, Tensor]:
+    cores, entries, gradient = cores.contiguous(), entries.contiguous(), gradient.contiguous()
+    # With the gaps between rows, so that one fill reaches all of it.
+    extent = (
+        1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+    )
+    of_scores = kept.new_zeros(extent).as_strided(shape, strides)
+    if gradient.numel() == 0:
+        return of_scores, torch.zeros_like(cores)
+    _, tokens, heads, top_k = entries.shape
+    tile, rank = list_tile(top_k), cores.shape[3]
+    num_tiles = -(-tokens // tile.lists)
+    of_entries = cores.new_empty(2, rank, tokens, heads, top_k)
+    of_cores = cores.new_empty(num_tiles, *cores.shape)
+    block = min(_COMPARED, tile.entries)
+    together = max(1, 2048 // block**2)
+    with on_device_of(kept):
+        tucker_entry_gradients_kernel[(num_tiles, heads)](
+            *(kept, cores, gradient, of_entries, of_cores, tokens, heads, top_k),
+            C=cores.shape[0],
+            R=rank,
+            TOKENS=tile.lists,
+            KEPT=tile.entries,
+            SUM=sum_dtype(cores),
+            num_warps=tile.num_warps,
+        )
+        sum_of_equal_keys_kernel[(-(-tokens // together), heads, 2 * -(-top_k // block))](
+            *(of_entries, entries, of_scores, tokens, heads, top_k, *strides),
+            R=rank,
+            TOKENS=together,
+            BLOCK=block,
+            SUM=sum_dtype(cores),
+            num_warps=4,
+        )
+    return of_scores, of_cores.sum(0)
+
+
+@_gradients.register_fake
+def _(
+    kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
+) -> tuple[Tensor, Tensor]:
+    of_scores = kept.new_empty_strided(shape, strides)
+    return of_scores, torch.empty_like(cores, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    scores, cores, entries = inputs
+    ctx.save_for_backward(output[1], cores, entries)
+    ctx.mark_non_differentiable(output[1])
+    ctx.shape, ctx.strides = list(scores.shape), list(scores.stride())
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    return *_gradients(*ctx.saved_tensors, gradient, ctx.shape, ctx.strides), None
+
+
+_scores.register_autograd(_backward, setup_context=_keep)
