@@ -22,6 +22,8 @@ from kernels.product_topk.op import ProductTopk
 from kernels.row_squares.op import RowSquares
 from kernels.row_update.op import RowUpdate
 from kernels.shuffled_rows.op import ShuffledRows
+from kernels.softmax_gradient.op import SoftmaxGradient
+from kernels.softmax_sums.op import SoftmaxSums
 from kernels.swiglu.op import SwiGLU
 from kernels.tucker_scores.op import TuckerScores
 from kernels.tucker_topk.op import TuckerTopk
@@ -29,8 +31,8 @@ from kernels.tucker_topk.op import TuckerTopk
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of the memory layers and of updates of their tables, differentiable where they have a gradient. Their
-    arguments are the naive twins'."""
+    """The ops of the memory layers, of updates of their tables and of the loss, differentiable where they have a
+    gradient. Their arguments are the naive twins'."""
 
     gather_sum: GatherSum
     gather_dot: GatherDot
@@ -42,6 +44,8 @@ class Kernels:
     row_squares: RowSquares
     row_update: RowUpdate
     swiglu: SwiGLU
+    softmax_sums: SoftmaxSums
+    softmax_gradient: SoftmaxGradient
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

@@ -166,16 +166,21 @@ class MemoryGPTModel(GPTModel):
         self.chunked_loss: ChunkedLoss | None = None
         self.multi_token: MultiTokenPrediction | None = None
         if post_process:
-            self._make_losses(loss_chunk_tokens, parts, groups, vp_stage)
+            self._make_losses(loss_chunk_tokens, parts, groups, kernels, vp_stage)
 
     def _make_losses(
-        self, chunk_tokens: int | None, parts: Parts, groups: ProcessGroupCollection, vp_stage: int | None
+        self,
+        chunk_tokens: int | None,
+        parts: Parts,
+        groups: ProcessGroupCollection,
+        kernels: Kernels,
+        vp_stage: int | None,
     ) -> None:
         """Give the last chunk its loss in chunks, and the branch that predicts further tokens, where asked for."""
         ahead = self.model_config.multi_token_prediction
         if chunk_tokens is None and ahead is None:
             return
-        self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp)
+        self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp, kernels)
         if ahead is not None:
             self.multi_token = MultiTokenPrediction(
                 self.config, ahead, parts, self.chunked_loss, groups, blocks_before=len(self.layers), vp_stage=vp_stage

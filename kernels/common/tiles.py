@@ -18,6 +18,9 @@ _WARP = 32
 _MAX_COLUMNS = 1024
 # Fewer programs than a GPU can keep in flight: then each takes more entries at once.
 _FEW_PROGRAMS = 256
+# Logits of a row that a program has at once, and a thread of them: two loads of 16 bytes in bf16 are under way.
+_MAX_LOGITS = 4096
+_LOGITS_PER_THREAD = 16
 # Columns that a run's threads have at once, and runs that keep a GPU busy.
 _MAX_RUN_COLUMNS = 256
 _MANY_RUNS = 1 << 14
@@ -108,6 +111,12 @@ def list_tile(top_k: int) -> ListTile:
     """Tile of passes over lists of K kept entries: 512 of them, or one list."""
     entries = max(4, _power_of_two(top_k))
     return ListTile(max(1, 512 // entries), entries, 4)
+
+
+def logits_tile(num_ids: int) -> Tile:
+    """Tile of `softmax_sums` and `softmax_gradient`: a part of one row of logits, over which a program goes on."""
+    columns = max(_WARP, min(_MAX_LOGITS, _power_of_two(num_ids)))
+    return Tile(1, columns, max(1, columns // (_WARP * _LOGITS_PER_THREAD)))
 
 
 def slots_per_run(num_slots: int) -> int:

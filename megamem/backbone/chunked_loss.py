@@ -1,9 +1,10 @@
 """Cross entropy of the next token, from hidden states to losses, whose logits exist for a chunk of tokens at a time.
 
 Whole, the logits of T tokens take 4 T V bytes per rank in fp32, and 6 T V in bf16 (their fp32 softmax, and its gradient
-in bf16): 25 GB for 32K tokens of a vocabulary of 128K. Here a chunk of n tokens takes its place. Forward keeps two
-numbers per token, the largest logit and the sum of exponentials; backward computes the logits of each chunk again, which
-is one product of matrices more than the three of the whole.
+in bf16): 25 GB for 32K tokens of a vocabulary of 128K. Here a chunk of n tokens takes its place: 4 n V bytes in fp32, and
+in bf16 2 n V with Triton's kernels, which widen in registers, and 6 n V with PyTorch's. Forward keeps two numbers per
+token, the largest logit and the sum of exponentials; backward computes the logits of each chunk again, which is one
+product of matrices more than the three of the whole.
 
 Tensor-parallel ranks hold a part of the vocabulary each, and a part of the sequence: a chunk is gathered from all of
 them, and its gradient goes back to them. All ranks therefore cut alike.
@@ -21,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kernels.select import Kernels
+from kernels.softmax_sums.op import places_to_read
+
 
 class ChunkedLoss(nn.Module):
     """The losses of hidden states under an output projection. A module without weights, so that hooks can precede it.
@@ -30,10 +34,10 @@ class ChunkedLoss(nn.Module):
             of the vocabulary for each; rounded down to a multiple of them, but to no less.
     """
 
-    def __init__(self, chunk_tokens: int, tensor_group: dist.ProcessGroup) -> None:
+    def __init__(self, chunk_tokens: int, tensor_group: dist.ProcessGroup, kernels: Kernels) -> None:
         super().__init__()
         self.chunk_tokens = chunk_tokens
-        self._group = tensor_group
+        self._group, self._kernels = tensor_group, kernels
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Negative log-likelihoods in nats.
@@ -54,7 +58,9 @@ class ChunkedLoss(nn.Module):
         # Tokens in the order in which a gather brings them: rank, place, sequence.
         targets = labels.t().reshape(tensor_size, -1)
         rows = max(1, self.chunk_tokens // tensor_size)
-        losses: Tensor = _ChunkedCrossEntropy.apply(hidden.reshape(-1, width), weight, targets, rows, self._group)
+        losses: Tensor = _ChunkedCrossEntropy.apply(
+            hidden.reshape(-1, width), weight, targets, rows, self._group, self._kernels
+        )
         return losses.view(-1, num_sequences).t().contiguous()
 
 
@@ -83,8 +89,9 @@ def judge(
         # Host sync, of evaluation alone. All ranks skip the same chunks: they know what is asked of each other's tokens.
         if not wanted[:, chunk].any():
             continue
-        logits = _logits(_gathered(hidden[chunk], tensor_group), weight)
-        place, elsewhere = _places(targets[:, chunk], weight, tensor_group)
+        logits = _gathered(hidden[chunk], tensor_group) @ weight.t()
+        logits = logits.to(_at_least_fp32(logits))
+        place, elsewhere = places_to_read(_places(targets[:, chunk], weight, tensor_group), len(weight))
         of_target = logits.gather(1, place).masked_fill_(elsewhere, 0.0)
         dist.all_reduce(of_target, group=tensor_group)
         num_as_likely = (logits >= of_target).sum(1)
@@ -104,50 +111,51 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        group: dist.ProcessGroup,
+        kernels: Kernels,
     ) -> Tensor:
-        losses, largest, total = (hidden.new_empty(targets.shape, dtype=_at_least_fp32(hidden)) for _ in range(3))
+        top, total, of_target = (hidden.new_empty(targets.shape, dtype=_at_least_fp32(hidden)) for _ in range(3))
         for chunk in _chunks(hidden, rows):
-            logits = _logits(_gathered(hidden[chunk], group), weight)
-            top = logits.amax(1)
+            places = _places(targets[:, chunk], weight, group)
+            # Without a name, so that the memory of logits is free for the next chunk's.
+            found = kernels.softmax_sums(_gathered(hidden[chunk], group) @ weight.t(), places)
+            for whole, part in zip((top, total, of_target), found, strict=True):
+                whole[:, chunk] = part.view(len(targets), -1)
+        if group.size() > 1:
+            own = top.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            logits -= top.unsqueeze(1)
-            place, elsewhere = _places(targets[:, chunk], weight, group)
-            of_target = logits.gather(1, place).masked_fill_(elsewhere, 0.0)
-            sums = torch.stack((logits.exp_().sum(1), of_target.squeeze(1)))
+            sums = torch.stack((total.mul_(own.sub_(top).exp_()), of_target))
             dist.all_reduce(sums, group=group)
-            of_ranks = (group.size(), -1)
-            losses[:, chunk] = (sums[0].log() - sums[1]).view(of_ranks)
-            largest[:, chunk], total[:, chunk] = top.view(of_ranks), sums[0].view(of_ranks)
-            # Before the next chunk's take their place beside them.
-            del logits
-        ctx.save_for_backward(hidden, weight, targets, largest, total)
-        ctx.rows, ctx.group = rows, group
-        return losses
+            total, of_target = sums.unbind(0)
+        ctx.save_for_backward(hidden, weight, targets, top, total)
+        ctx.rows, ctx.group, ctx.kernels = rows, group, kernels
+        return total.log().sub_(of_target.sub_(top))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         (of_losses,) = gradients
-        hidden, weight, targets, largest, total = ctx.saved_tensors
+        hidden, weight, targets, top, total = ctx.saved_tensors
         group = ctx.group
         of_hidden = torch.empty_like(hidden)
         of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(hidden, ctx.rows):
             tokens = _gathered(hidden[chunk], group)
-            # softmax - onehot(target), times the gradient of the loss.
-            of_logits = _logits(tokens, weight)
-            of_logits -= largest[:, chunk].reshape(-1, 1)
-            of_logits.exp_().div_(total[:, chunk].reshape(-1, 1))
-            place, elsewhere = _places(targets[:, chunk], weight, group)
-            of_logits.scatter_add_(1, place, elsewhere.to(of_logits.dtype) - 1.0)
-            of_logits *= of_losses[:, chunk].reshape(-1, 1)
-            narrow = of_logits.to(weight.dtype)
-            del of_logits
-            of_hidden[chunk] = _scattered(narrow @ weight, group)
+            of_logits = ctx.kernels.softmax_gradient(
+                tokens @ weight.t(),
+                _places(targets[:, chunk], weight, group),
+                *(each[:, chunk].reshape(-1) for each in (top, total, of_losses)),
+            )
+            of_hidden[chunk] = _scattered(of_logits @ weight, group)
             if of_weight is not None:
-                of_weight.add(narrow, tokens, is_last=chunk.stop == len(hidden))
-            del narrow
-        return of_hidden, None if of_weight is None else of_weight.result, None, None, None
+                of_weight.add(of_logits, tokens, is_last=chunk.stop == len(hidden))
+            # Before the next chunk's logits take their place beside it.
+            del of_logits
+        return of_hidden, None if of_weight is None else of_weight.result, None, None, None, None
 
 
 class _WeightGradient:
@@ -187,12 +195,6 @@ def _chunks(hidden: Tensor, rows: int) -> Iterator[slice]:
     return (slice(first, min(first + rows, num_tokens)) for first in range(0, num_tokens, rows))
 
 
-def _logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """[n, V] of [n, D], at least in fp32; a tensor of its own."""
-    logits = tokens @ weight.t()
-    return logits.to(_at_least_fp32(logits))
-
-
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, D] of every rank's [m, D]."""
     if group.size() == 1:
@@ -211,8 +213,7 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
-def _places(targets: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Indices of targets [tensor, m] in this rank's part of the vocabulary, and a mask of all others: both [n, 1]."""
-    place = targets.reshape(-1, 1) - group.rank() * len(weight)
-    elsewhere = (place < 0) | (place >= len(weight))
-    return place.masked_fill(elsewhere, 0), elsewhere
+def _places(targets: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Indices [n] of targets [tensor, m] in this rank's part of the vocabulary; outside of it for those of others."""
+    places = targets.reshape(-1)
+    return places - group.rank() * len(weight) if group.rank() else places

@@ -15,10 +15,12 @@ from test_layouts import assembled, shards
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 from torch import Tensor, nn
 
+from kernels.select import select_kernels
 from megamem.backbone.chunked_loss import ChunkedLoss
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.recorder import Recorder
 
+KERNELS = select_kernels("torch")
 LENGTH, SEQUENCES, WIDTH, IDS = 14, 3, 10, 24
 CHUNKS = {"one": 42, "one token": 1, "even": 14, "a rest": 10}
 """Tokens per chunk, of 42."""
@@ -58,7 +60,7 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
     part.register_post_accumulate_grad_hook(lambda weight: num_hooks.append(1))
     for _ in range(2):
         of_rank = hidden.chunk(size)[rank].clone().requires_grad_()
-        losses = ChunkedLoss(chunk_tokens, group)(of_rank, part, labels)
+        losses = ChunkedLoss(chunk_tokens, group, KERNELS)(of_rank, part, labels)
         losses.backward(of_losses.to(losses.dtype))
         if main_grad:
             # DDP does this after each pass.
@@ -116,7 +118,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
         weight.main_grad = torch.zeros(2, 1)
         labels = torch.zeros(1, 1024, dtype=torch.int64)
         # The softmax of two equal logits is 1/2, so every token gives -1/2 and 1/2 times its loss's gradient.
-        losses = ChunkedLoss(1, dist.group.WORLD)(torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels)
+        losses = ChunkedLoss(1, dist.group.WORLD, KERNELS)(torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels)
         losses.backward(torch.full((1, 1024), 1 / 256))
         gradient: Tensor = weight.main_grad + weight.grad
         return gradient
@@ -192,7 +194,7 @@ def most_held_bytes(chunk_tokens: int) -> int:
     weight = nn.Parameter(torch.randn(MANY_IDS, WIDTH))
     labels = torch.zeros(1, TOKENS, dtype=torch.int64)
     with Recorder({}, answers=False).recording() as recorder:
-        ChunkedLoss(chunk_tokens, dist.group.WORLD)(hidden, weight, labels).sum().backward()
+        ChunkedLoss(chunk_tokens, dist.group.WORLD, KERNELS)(hidden, weight, labels).sum().backward()
     return recorder.peak.total
 
 

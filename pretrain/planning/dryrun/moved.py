@@ -170,5 +170,8 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     ),
     "row_squares_kernel": _all("gradient", "squares"),
     "row_update_kernel": _updated,
+    "softmax_sums_kernel": _all("logits", "places", "top", "total", "of_target"),
+    # In place.
+    "softmax_gradient_kernel": _all("logits", "logits", "places", "top", "total", "scale"),
 }
-"""Formulas of the kernels of selections, scores, activations and updates. Those of lookups are in `pretrain.planning.costs.rows`."""
+"""Formulas of the kernels of selections, scores, activations, updates and the loss. Those of lookups are in `pretrain.planning.costs.rows`."""

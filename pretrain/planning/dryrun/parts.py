@@ -22,6 +22,8 @@ _BY_MODULE = (
     ("megamem.families", MemoryPart.MEMORY),
     ("megamem.shuffle", MemoryPart.MEMORY),
     ("megamem.losses", MemoryPart.MEMORY),
+    ("kernels.softmax_gradient", MemoryPart.LOSS),
+    ("kernels.softmax_sums", MemoryPart.LOSS),
     ("kernels", MemoryPart.MEMORY),
     ("megatron.core.tensor_parallel.cross_entropy", MemoryPart.LOSS),
     ("megatron.core.models.common.language_module", MemoryPart.LOSS),

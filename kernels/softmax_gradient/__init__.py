@@ -1,0 +1,1 @@
+"""Gradient of the cross entropy by logits, in their place."""
