@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kernels.select import Kernels
 from megamem.attention.core import SdpaCoreAttention
 from megamem.attention.kv_cache import KeyValueCache
-from megamem.attention.rotary import rotary_angles, scaled_frequencies
+from megamem.attention.rotary import rotary_angles, rotary_turns, scaled_frequencies
 from megamem.backbone.chunked_loss import ChunkedLoss, judge
 from megamem.backbone.moe import Router
 from megamem.backbone.multi_token import MultiTokenPrediction
@@ -144,6 +144,7 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config, self._token_halo = model, token_halo
+        self._gives_turns = parts.rotated_heads is not None
         self.layers = layers
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
@@ -252,14 +253,14 @@ class MemoryGPTModel(GPTModel):
         **others: Any,
     ) -> Any:
         """Megatron's, with rotary angles of the tokens' own positions [s, b, 1, d] where documents are separate, and with
-        a cache."""
+        a cache; of angles their cosines and sines, where our op turns heads."""
         hidden, angles, *rest = super()._preprocess(
             input_ids, position_ids, *args, inference_context=inference_context, **others
         )
         if self.separate_documents or inference_context is not None:
             assert position_ids is not None
             angles = rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)
-        return hidden, angles, *rest
+        return hidden, rotary_turns(angles) if self._gives_turns else angles, *rest
 
     def _postprocess(
         self,

@@ -24,6 +24,8 @@ _LOGITS_PER_THREAD = 16
 # Columns that a run's threads have at once, and runs that keep a GPU busy.
 _MAX_RUN_COLUMNS = 256
 _MANY_RUNS = 1 << 14
+# Programs of four warps that an H100 has room for, of threads with 96 registers.
+_GAIN_PROGRAMS = 132 * 5
 
 ACCUMULATE_AHEAD = 4
 """Entries of a run of `segment_accumulate` whose loads are under way at once."""
@@ -117,6 +119,36 @@ def logits_tile(num_ids: int) -> Tile:
     """Tile of `softmax_sums` and `softmax_gradient`: a part of one row of logits, over which a program goes on."""
     columns = max(_WARP, min(_MAX_LOGITS, _power_of_two(num_ids)))
     return Tile(1, columns, max(1, columns // (_WARP * _LOGITS_PER_THREAD)))
+
+
+@dataclass(frozen=True)
+class HeadsTile:
+    """Heads of tokens that one program of `rotated_heads` has in registers."""
+
+    rows: int
+    """Heads, a power of two."""
+    half: int
+    """Columns of each of the two halves that turn, a power of two; what is past their end is masked."""
+    rest: int
+    """Columns that do not turn, likewise; 0: there are none."""
+    num_warps: int
+
+
+def heads_tile(width: int, turning: int) -> HeadsTile:
+    """Tile of `rotated_heads`: sixteen elements of heads per thread, which is 16 bytes of each half in bf16.
+
+    Args:
+        width: of a head.
+        turning: columns of it that turn.
+    """
+    half = _power_of_two(turning // 2)
+    rest = _power_of_two(width - turning) if width > turning else 0
+    return HeadsTile(max(1, 4 * _WARP * 16 // _power_of_two(2 * half + rest)), half, rest, 4)
+
+
+def gain_programs(num_tiles: int) -> int:
+    """Programs that share tiles of rows and add up a gradient for each column: as many as fit on a GPU at a time."""
+    return min(num_tiles, _GAIN_PROGRAMS)
 
 
 def slots_per_run(num_slots: int) -> int:

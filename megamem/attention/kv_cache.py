@@ -19,6 +19,9 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from kernels.rotated_heads.op import RotatedHeads
+from megamem.backbone.norm import HeadNorm
+
 
 class KeyValueCache:
     """Keys and values, or latents, of every layer, for the tokens that a model has seen.
@@ -115,7 +118,20 @@ class CachedHalo:
 
 
 class CachingSelfAttention(SelfAttention):
-    """Megatron's self-attention, whose keys are turned before a cache gets them; without a cache it is the same."""
+    """Megatron's self-attention, whose heads are normalised and turned by an op of ours, and keys before a cache gets them.
+
+    Without the op it is Megatron's, but for the cache.
+    """
+
+    def __init__(self, *args: Any, rotated_heads: RotatedHeads | None, **megatron: Any) -> None:
+        """
+        Args:
+            rotated_heads: normalises and turns heads. Norms of heads are each a `HeadNorm` then, or the identity, and
+                what the blocks are given as `rotary_pos_emb` is of `megamem.attention.rotary.rotary_turns`. None:
+                norms are as given, and Megatron turns by angles.
+        """
+        super().__init__(*args, **megatron)
+        self._rotated_heads = rotated_heads
 
     def _adjust_key_value_for_inference(
         self,
@@ -129,11 +145,24 @@ class CachingSelfAttention(SelfAttention):
     ) -> Any:
         """Return the query [t, b, n, d], keys and values of all tokens [k, b, g, d], the angles that Megatron has
         yet to turn by, and how scores are masked."""
+        if self._rotated_heads is not None:
+            assert rotary_pos_emb is not None
+            # Megatron doubles what it is given.
+            turns, _ = rotary_pos_emb
+            query, key = self._rotated_heads(query, key, turns, *self._gains(), self.config.layernorm_epsilon)
+            rotary_pos_emb = None
         if inference_context is None:
             return super()._adjust_key_value_for_inference(None, query, key, value, rotary_pos_emb, *args, **others)
-        assert rotary_pos_emb is not None
-        of_queries, of_keys = rotary_pos_emb
-        turned = apply_rotary_pos_emb(key, of_keys, config=self.config, cp_group=self.pg_collection.cp)
-        keys, values = inference_context.extend(self.layer_number, turned, value)
+        of_queries = None
+        if rotary_pos_emb is not None:
+            of_queries, of_keys = rotary_pos_emb
+            key = apply_rotary_pos_emb(key, of_keys, config=self.config, cp_group=self.pg_collection.cp)
+        keys, values = inference_context.extend(self.layer_number, key, value)
         mask = AttnMaskType.no_mask if inference_context.num_tokens else self.attn_mask_type
         return query, keys, values, (of_queries, None), mask, None
+
+    def _gains(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gains [d] of the norms of query and key heads, if there are any."""
+        norms = self.q_layernorm, self.k_layernorm
+        query, key = (norm.weight if isinstance(norm, HeadNorm) else None for norm in norms)
+        return query, key

@@ -34,6 +34,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from kernels.rotated_heads.op import RotatedHeads
 from megamem.attention.core import SdpaCoreAttention, last_token_attention
 from megamem.attention.kv_cache import KeyValueCache
 from megamem.config import LatentAttentionConfig
@@ -70,11 +71,17 @@ class LatentAttention(Attention):
         layer_number: int,
         *,
         latent: LatentAttentionConfig,
+        rotated_heads: RotatedHeads | None,
         **megatron: Any,
     ) -> None:
+        """
+        Args:
+            rotated_heads: see `megamem.attention.kv_cache.CachingSelfAttention`; heads are not normalised.
+        """
         super().__init__(
             config=config, submodules=submodules, layer_number=layer_number, attention_type="self", **megatron
         )
+        self._rotated_heads = rotated_heads
         heads, head = config.num_attention_heads, self.hidden_size_per_attention_head
         # C and r.
         self.widths = (latent.latent_dim, latent.rotary_dim)
@@ -115,7 +122,8 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention, [t, b, D], of the normalised input [t, b, D], and a bias (None).
 
-        `rotary_pos_emb` are angles [s, 1 or b, 1, r] in radians; `attention_bias` is the microbatch's inputs, where a
+        `rotary_pos_emb` are `megamem.attention.rotary.rotary_turns` [s, 1 or b, 2, r], or angles [s, 1 or b, 1, r] in
+        radians where Megatron turns; `attention_bias` is the microbatch's inputs, where a
         memory mixes latents.
         """
         if inference_context is not None and inference_context.num_tokens:
@@ -130,12 +138,11 @@ class LatentAttention(Attention):
         return out, bias
 
     def _forward_next(
-        self, hidden: Tensor, angles: Tensor | None, inputs: Inputs | None, cache: KeyValueCache
+        self, hidden: Tensor, turns: Tensor | None, inputs: Inputs | None, cache: KeyValueCache
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` for one token [1, b, D] that follows those of a cache."""
         latents, rotary_keys = self._compressed(hidden)
         of_keys, of_values = self.latents(self.kv_layernorm(latents), inputs, hidden)
-        keys, values = self._cached(cache, of_keys, of_values, self._turned(rotary_keys.unsqueeze(2), angles))
         head, rotary_dim = self.hidden_size_per_attention_head, self.widths[1]
         # [n, d - r, C] and [n, d, C].
         up_projection = self.linear_kv_up_proj.get_parameter("weight")
@@ -143,9 +150,11 @@ class LatentAttention(Attention):
         to_keys, to_values = by_heads.split([head - rotary_dim, head], 1)
         queries = self._queries(hidden)
         plain, rotary = queries.split([head - rotary_dim, rotary_dim], 3)
+        rotary, shared = self._turned(rotary, rotary_keys.unsqueeze(2), turns)
+        keys, values = self._cached(cache, of_keys, of_values, shared)
         queries_of_latents = torch.einsum("sbnk,nkc->sbnc", plain, to_keys)
         read = last_token_attention(
-            torch.cat((queries_of_latents, self._turned(rotary, angles)), 3),
+            torch.cat((queries_of_latents, rotary), 3),
             keys.unsqueeze(2),
             values.unsqueeze(2),
             self.core_attention.scale_of(queries),
@@ -164,20 +173,19 @@ class LatentAttention(Attention):
         """Queries, keys and values [s, b, n, d] of `hidden_states` [t, b, D]; `key_value_states` is from `forward`."""
         assert not output_gate
         assert split_qkv
-        angles, inputs, cache = key_value_states
+        turns, inputs, cache = key_value_states
         latents, rotary_keys = self._compressed(hidden_states)
         of_keys, of_values = self.latents(self.kv_layernorm(latents), inputs, hidden_states)
         keys, values = self._up_projected(of_keys, of_values)
         queries = self._queries(hidden_states)
-        rotary_dim = self.widths[1]
+        rotary_dim, shared = self.widths[1], rotary_keys.unsqueeze(2)
         if rotary_dim:
-            plain, turned = queries.split([queries.shape[3] - rotary_dim, rotary_dim], 3)
-            queries = torch.cat((plain, self._turned(turned, angles)), 3)
             if self._splits:
                 # Backward adds up what the heads of all ranks say of a token's.
-                rotary_keys = gather_from_sequence_parallel_region(rotary_keys, group=self.tp_group)
-        shared = self._turned(rotary_keys.unsqueeze(2), angles)
-        if rotary_dim:
+                shared = gather_from_sequence_parallel_region(rotary_keys, group=self.tp_group).unsqueeze(2)
+            plain, rotary = queries.split([queries.shape[3] - rotary_dim, rotary_dim], 3)
+            rotary, shared = self._turned(rotary, shared, turns)
+            queries = torch.cat((plain, rotary), 3)
             keys = torch.cat((keys, shared.expand(-1, -1, keys.shape[2], -1)), 3)
         if cache is not None:
             self._cached(cache, of_keys, of_values, shared)
@@ -187,12 +195,17 @@ class LatentAttention(Attention):
         """Those that keys, and those that values are made of, of the tokens' normalised ones [t, b, C]."""
         return latents, latents
 
-    def _turned(self, x: Tensor, angles: Tensor | None) -> Tensor:
-        """Rotary columns of queries or keys [s, b, n or 1, r], turned."""
+    def _turned(self, queries: Tensor, keys: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotary columns of queries [s, b, n, r] and of the heads' common key [s, b, 1, r], turned."""
         if not self.widths[1]:
-            return x
-        turned: Tensor = apply_rotary_pos_emb(x, angles, config=self.config, cp_group=self.pg_collection.cp)
-        return turned
+            return queries, keys
+        assert turns is not None
+        if self._rotated_heads is not None:
+            return self._rotated_heads(queries, keys, turns, None, None, 0.0)
+        turned, shared = (
+            apply_rotary_pos_emb(x, turns, config=self.config, cp_group=self.pg_collection.cp) for x in (queries, keys)
+        )
+        return turned, shared
 
     def _cached(
         self, cache: KeyValueCache, of_keys: Tensor, of_values: Tensor, rotary_keys: Tensor

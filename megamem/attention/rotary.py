@@ -37,6 +37,12 @@ def rotary_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((angles, angles), -1).unsqueeze(2)
 
 
+def rotary_turns(angles: Tensor) -> Tensor:
+    """Cosines and sines [s, b, 2, d] fp32 of rotary angles [s, b, 1, d], once for all blocks; see
+    `kernels.rotated_heads.naive`."""
+    return torch.cat((angles.cos(), angles.sin()), 2)
+
+
 def ntk_base(factor: float, base: float, width: int) -> float:
     """The theta that divides the lowest of d/2 frequencies by `factor`."""
     return float(base * factor ** (width / (width - 2)))

@@ -120,7 +120,7 @@ class MultiTokenPrediction(MegatronModule):
         Args:
             labels: [1 + depth, b, s] int64, see `stacked`.
             embedding, output: [V, D], this rank's rows.
-            angles: of RoPE, as the blocks before got them.
+            angles: of RoPE, or their cosines and sines, as the blocks before got them.
             document_bounds: see `megamem.model.MemoryGPTModel.forward`.
         """
         state, out = hidden, hidden

@@ -70,6 +70,13 @@ class RMSNorm(nn.Module):
         return rms_normalise(x, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """Gain of the norm of query or key heads, which attention applies where it turns them: here heads pass as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class ApexRMSNorm(RMSNorm):
     """The same by Apex's kernels, which keep the input and a number per row, too."""
 

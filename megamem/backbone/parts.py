@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from kernels.rotated_heads.op import RotatedHeads
 from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention, LatentAttentionSubmodules
 from megamem.config import LatentAttentionConfig
@@ -29,7 +30,9 @@ class Parts:
     Attributes:
         column_linear: whose columns tensor-parallel ranks split.
         row_linear: whose rows they split.
-        qk_norm: of queries and keys, or of latents.
+        head_norm: of query and key heads.
+        latent_norm: of latents.
+        rotated_heads: see `megamem.attention.kv_cache.CachingSelfAttention`.
         core: see `megamem.attention.core`.
         ffn: the feed-forward where Megatron's layer builds it.
         make_ffn: builds it elsewhere.
@@ -40,7 +43,9 @@ class Parts:
     column_linear: Any
     row_linear: Any
     norm: Any
-    qk_norm: Any
+    head_norm: Any
+    latent_norm: Any
+    rotated_heads: RotatedHeads | None
     core: Any
     ffn: ModuleSpec
     make_ffn: Callable[..., Any]
@@ -59,27 +64,27 @@ class Parts:
         )
 
     def _attention(self) -> ModuleSpec:
-        causal = {"attn_mask_type": AttnMaskType.causal}
+        params = {"attn_mask_type": AttnMaskType.causal, "rotated_heads": self.rotated_heads}
         if self.latent is not None:
             return ModuleSpec(
                 module=LatentAttention,
-                params={**causal, "latent": self.latent},
+                params={**params, "latent": self.latent},
                 submodules=LatentAttentionSubmodules(
                     linear=self.column_linear,
                     core_attention=self.core,
                     linear_proj=self.row_linear,
-                    layernorm=self.qk_norm,
+                    layernorm=self.latent_norm,
                 ),
             )
         return ModuleSpec(
             module=CachingSelfAttention,
-            params=causal,
+            params=params,
             submodules=SelfAttentionSubmodules(
                 linear_qkv=self.column_linear,
                 core_attention=self.core,
                 linear_proj=self.row_linear,
-                q_layernorm=self.qk_norm,
-                k_layernorm=self.qk_norm,
+                q_layernorm=self.head_norm,
+                k_layernorm=self.head_norm,
             ),
         )
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from kernels.select import Kernels
 from megamem.attention.core import SdpaCoreAttention
 from megamem.backbone.moe import moe_spec
-from megamem.backbone.norm import LayerNorm, RMSNorm
+from megamem.backbone.norm import HeadNorm, LayerNorm, RMSNorm
 from megamem.backbone.parts import BlockEdit, Parts, Site
 from megamem.backbone.swiglu import activation_of
 from megamem.block import MemoryBlock
@@ -68,7 +68,9 @@ def backbone_parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
         norm=provider.layer_norm() if te else norm,
-        qk_norm=(provider.layer_norm(for_qk=True) if te else norm) if qk_norm else IdentityOp,
+        head_norm=(provider.layer_norm(for_qk=True) if te else HeadNorm) if qk_norm else IdentityOp,
+        latent_norm=(provider.layer_norm(for_qk=True) if te else norm) if qk_norm else IdentityOp,
+        rotated_heads=None if te else kernels.rotated_heads,
         core=provider.core_attention() if te else attention_core,
         ffn=ffn,
         make_ffn=partial(build_module, ffn, **ffn_arguments),

@@ -17,6 +17,7 @@ from keys_table import (
 )
 from torch import Tensor
 
+from megamem.attention.rotary import rotary_turns
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 
@@ -123,7 +124,7 @@ def _(base: Subject, second: Subject) -> None:
     for subject in (base, second):
         with torch.no_grad():
             out, _ = subject.model.decoder.layers[1](
-                x, rotary_pos_emb=subject.model.rotary_pos_emb(8), context=None, context_mask=None
+                x, rotary_pos_emb=rotary_turns(subject.model.rotary_pos_emb(8)), context=None, context_mask=None
             )
         assert torch.equal(out, x) == (subject is second)
 

@@ -20,6 +20,7 @@ from keys_table import (
     with_memory,
 )
 
+from megamem.attention.rotary import rotary_turns
 from megamem.config import LatentAttentionConfig
 from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
 from megamem.halo import WholeSequences
@@ -90,10 +91,10 @@ def _(base: Subject, second: Subject) -> None:
     assert not changed_names(base.weights, second.weights)
     assert base.shapes["banks.0.values"] == (140, 12)
     x, ids = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(1)), torch.arange(5).unsqueeze(1)
-    inputs, angles = Inputs(torch.stack((ids, ids))), torch.zeros(5, 1, 1, 4)
+    inputs, turns = Inputs(torch.stack((ids, ids))), rotary_turns(torch.zeros(5, 1, 1, 4))
     with torch.no_grad():
         (queries, keys, values), (same_queries, other_keys, same_values) = (
-            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (angles, inputs, None))
+            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (turns, inputs, None))
             for subject in (base, second)
         )
     assert same(queries, same_queries)

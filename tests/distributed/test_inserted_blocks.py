@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.attention.rotary import rotary_turns
 from megamem.config import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
@@ -108,7 +109,7 @@ def errors_of_stack(golden_dir: Path, case: str, dtype: torch.dtype) -> dict[str
         streams = []
         for layer in model.decoder.layers:
             layer.register_forward_hook(lambda module, arguments, out: streams.append(out[0]))
-        model.decoder(x.transpose(0, 1), None, rotary_pos_emb=model.rotary_pos_emb(recorded["seq"]))
+        model.decoder(x.transpose(0, 1), None, rotary_pos_emb=rotary_turns(model.rotary_pos_emb(recorded["seq"])))
         (streams[-1].transpose(0, 1) * tensors["r"].to(dtype)).sum().backward()
         assert x.grad is not None
         results = {f"h{i}": (stream.transpose(0, 1), tensors[f"mid.h{i}"]) for i, stream in enumerate(streams)}

@@ -21,6 +21,7 @@ from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
 from megamem.attention.core import SdpaCoreAttention
+from megamem.attention.rotary import rotary_turns
 from megamem.backbone.norm import RMSNorm
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.lave.config import LaveConfig
@@ -356,7 +357,7 @@ def test_attention_is_megatrons_own(run_ranks: Any, monkeypatch: pytest.MonkeyPa
             theirs = megatrons(attention, chunk)
             x = torch.randn(LENGTH, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
             inputs = [x.clone().requires_grad_() for _ in range(2)]
-            ours, _ = attention(inputs[0], None, rotary_pos_emb=chunk.rotary_pos_emb(LENGTH))
+            ours, _ = attention(inputs[0], None, rotary_pos_emb=rotary_turns(chunk.rotary_pos_emb(LENGTH)))
             expected, _ = theirs(inputs[1], None)
             weights = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
             for out in (ours, expected):

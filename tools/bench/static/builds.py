@@ -116,7 +116,7 @@ def source_of(launch: Launch) -> Any:
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.values[parameter.name]
         is_free = not parameter.do_not_specialize
-        if parameter.is_constexpr or (is_free and isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (is_free and isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, Tensor):
@@ -126,7 +126,7 @@ def source_of(launch: Launch) -> Any:
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
         # PyTorch's tensors are aligned.
-        if isinstance(value, Tensor) or (is_free and value % 16 == 0):
+        if isinstance(value, Tensor) or (is_free and isinstance(value, int) and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
 
