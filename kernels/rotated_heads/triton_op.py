@@ -322,7 +322,7 @@ SCHEMA = (
     "(Tensor query, Tensor key, Tensor turns, Tensor? query_gain, Tensor? key_gain, float epsilon)"
     " -> (Tensor, Tensor, Tensor)"
 )
-"""Of the custom op, which also returns the scales, one for each query and then for each key; none without gains."""
+"""Signature of the custom op, which also returns the scales, one for each query and then for each key; none without gains."""
 
 
 def _empty(
