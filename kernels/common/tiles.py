@@ -21,6 +21,8 @@ _FEW_PROGRAMS = 256
 # Logits of a row that a program has at once, and a thread of them: two loads of 16 bytes in bf16 are under way.
 _MAX_LOGITS = 4096
 _LOGITS_PER_THREAD = 16
+# Programs of one warp that fill a GPU.
+_MANY_PROGRAMS = 4096
 # Columns that a run's threads have at once, and runs that keep a GPU busy.
 _MAX_RUN_COLUMNS = 256
 _MANY_RUNS = 1 << 14
@@ -60,7 +62,7 @@ def columns_of(width: int) -> int:
 
 
 def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
-    """Tile of `gather_sum` and `gather_dot`.
+    """Tile of `gather_dot`.
 
     Args:
         width: of a column group.
@@ -71,6 +73,18 @@ def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     num_warps = 8 if num_programs < _FEW_PROGRAMS else 4
     entries = max(1, num_warps * _WARP * _PER_THREAD // columns)
     return Tile(min(entries, _power_of_two(num_reads)), columns, num_warps)
+
+
+def sum_tile(width: int, num_reads: int, num_programs: int) -> Tile:
+    """Tile of `gather_sum`, whose arguments are those of `gather_tile`.
+
+    A warp alone has a token where there are many: a sum over warps would pass through shared memory, with four barriers,
+    for as many instructions as the loads take.
+    """
+    if num_programs < _MANY_PROGRAMS:
+        return gather_tile(width, num_reads, num_programs)
+    columns = min(columns_of(width), _MAX_RUN_COLUMNS)
+    return Tile(min(_WARP * _PER_THREAD // columns, _power_of_two(num_reads)), columns, 1)
 
 
 def accumulate_tile(width: int) -> Tile:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tables import check_contiguous
-from kernels.common.tiles import gather_tile
+from kernels.common.tiles import sum_tile
 from kernels.gather_sum.op import empty_result
 
 
 @triton.jit
-def _scaled_rows(
+def _sum_of_rows(
     table,
     ids,
     coef,
@@ -39,7 +39,7 @@ def _scaled_rows(
     ENTRIES: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """coef[t, j, group] table[ids[t, j], columns of the group] of ENTRIES entries j from `start` on; 0 of other bins."""
+    """Sum of coef[t, j, group] table[ids[t, j], columns of the group] over ENTRIES entries j of bin b from `start` on."""
     j = start + tl.arange(0, ENTRIES)
     present = j < J
     entry = t * J + j
@@ -51,7 +51,8 @@ def _scaled_rows(
     own = present & (row >= 0) & (row < num_rows)
     scale = tl.where(own, scale, 0)
     at = (row.to(tl.int64) * W + group * (W // C))[:, None] + columns[None, :]
-    return scale[:, None] * tl.load(table + at, mask=own[:, None] & in_row[None, :], other=0).to(SUM)
+    rows = tl.load(table + at, mask=own[:, None] & in_row[None, :], other=0).to(SUM)
+    return tl.sum(scale[:, None] * rows, axis=0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -84,20 +85,19 @@ def gather_sum_kernel(
     b = tile // (COLUMN_TILES * C)
     columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < PER_GROUP
-    sums = tl.zeros([ENTRIES, COLUMNS], SUM)
-    # Unrolled where the entries are few: with all loads of a token under way at once, and no sums to carry, a thread has
-    # half of the registers.
-    if TILES <= 4:
+    total = tl.zeros([COLUMNS], SUM)
+    # Unrolled where the entries are few, so that the ids of later ones are under way with the rows of the first.
+    if TILES <= 8:
         for step in tl.static_range(TILES):
-            sums += _scaled_rows(
+            total += _sum_of_rows(
                 table, ids, coef, bins, t, group, b, columns, in_row, step * ENTRIES, num_rows, J, C, W, B, ENTRIES, SUM
             )
     else:
         for start in range(0, J, ENTRIES):
-            sums += _scaled_rows(
+            total += _sum_of_rows(
                 table, ids, coef, bins, t, group, b, columns, in_row, start, num_rows, J, C, W, B, ENTRIES, SUM
             )
-    total = tl.sum(sums, axis=0).to(out.dtype.element_ty)
+    total = total.to(out.dtype.element_ty)
     tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total, mask=in_row)
 
 
@@ -110,7 +110,7 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
     out = empty_result(table, ids, coef, bins, num_bins)
     if out.numel() == 0:
         return out
-    tile = gather_tile(width // groups, reads, tokens * groups * num_bins)
+    tile = sum_tile(width // groups, reads, tokens * groups * num_bins)
     ids, coef = ids.contiguous(), coef.contiguous()
     with on_device_of(table):
         gather_sum_kernel[(tokens, num_bins * groups * tile.column_tiles(width // groups))](

@@ -205,11 +205,9 @@ def _gradients(
     kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
 ) -> tuple[Tensor, Tensor]:
     cores, entries, gradient = cores.contiguous(), entries.contiguous(), gradient.contiguous()
-    # With the gaps between rows, so that one fill reaches all of it.
-    extent = (
-        1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
-    )
-    of_scores = kept.new_zeros(extent).as_strided(shape, strides)
+    # With the gaps behind rows, the last one's too: products with keys count on zeros there.
+    longest = max((size * stride for size, stride in zip(shape, strides, strict=True)), default=0)
+    of_scores = kept.new_zeros(longest if math.prod(shape) else 0).as_strided(shape, strides)
     if gradient.numel() == 0:
         return of_scores, torch.zeros_like(cores)
     _, tokens, heads, top_k = entries.shape

@@ -148,13 +148,13 @@ def build_unset_chunks(
 
 
 def memory_kernels(config: RunConfig, *, on_gpu: bool) -> Kernels:
-    """The memory kernels that the configuration asks for, compiled if need be.
+    """The kernels that the configuration asks for, compiled if need be.
 
     Raises:
         ConfigError: this machine cannot run them.
     """
-    # Without a memory nothing reads a table: nothing to compile.
-    kernels = "torch" if config.model.memory is None else config.train.kernels
+    # On a CPU those of the backbone are PyTorch's: without a memory there is nothing to compile.
+    kernels = "torch" if config.model.memory is None and not on_gpu else config.train.kernels
     try:
         return select_kernels(kernels, device_type="cuda" if on_gpu else "cpu")
     except KernelUnavailableError as error:
