@@ -138,6 +138,58 @@ def update_problems(kernels: Kernels, device: torch.device | str) -> Iterator[st
                 yield from _differences(f"row_update {name}", ("weights",), (actual,), (reference,))
 
 
+@dataclass(frozen=True)
+class HeadsShape:
+    """Heads of tokens of sequences, [s, b, n or g, d], of which the first r columns turn."""
+
+    s: int
+    b: int
+    n: int
+    g: int
+    d: int
+    r: int
+
+
+HEADS_SHAPES = (
+    # As shipped; grouped heads of a width that is no power of two, of which some columns turn; one token.
+    HeadsShape(s=300, b=2, n=12, g=12, d=64, r=64),
+    HeadsShape(s=9, b=3, n=6, g=2, d=40, r=24),
+    HeadsShape(s=1, b=1, n=2, g=1, d=16, r=16),
+)
+_ROUNDINGS = 3
+"""Of heads, by PyTorch's operations one after the other."""
+
+
+def backbone_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
+    """Differences of norms and of turned heads from their twins in words: results, and every gradient."""
+    for shape in HEADS_SHAPES:
+        g = torch.Generator().manual_seed(0)
+        product = torch.randn(shape.s, shape.b, shape.n + shape.g, shape.d, generator=g).to(dtype)
+        gains = torch.randn(2, shape.d, generator=g).to(dtype)
+        angles = torch.randn(shape.s, 1, 1, shape.r // 2, generator=g).repeat(1, 1, 1, 2)
+        turns = torch.cat((angles.cos(), angles.sin()), 2)
+
+        def normed(op: Any, product: Tensor, gains: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
+            return (op(product, gains[0], 1e-5),)
+
+        def turned(op: Any, product: Tensor, gains: Tensor, turns: Tensor, n: int = shape.n) -> tuple[Tensor, ...]:
+            query, key = product[:, :, :n], product[:, :, n:]
+            return *op(query, key, turns, *gains, 1e-5), *op(query, key, turns, None, None, 0.0)
+
+        calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {"rms_norm": normed, "rotated_heads": turned}
+        for op, call in calls.items():
+            given = [each.to(device, copy=True).requires_grad_() for each in (product, gains)]
+            wide = [each.double().requires_grad_() for each in (product, gains)]
+            out = call(getattr(kernels, op), *given, turns.to(device))
+            expected = call(implementation_of(op, "naive"), *wide, turns)
+            actual = [*out, *torch.autograd.grad([each.sin().sum() for each in out], given)]
+            upstream = [each.detach().cpu().double().cos() for each in out]
+            reference = [*expected, *torch.autograd.grad(expected, wide, upstream)]
+            for part, (ours, twins) in enumerate(zip(actual, reference, strict=True)):
+                if not (error := _relative_error(ours.detach().cpu(), twins.detach())) <= _ROUNDINGS * TOLERANCE[dtype]:
+                    yield f"{op} {shape} {dtype}: result or gradient {part} is off by {error:.1e} of its largest element"
+
+
 def _differences(name: str, parts: Sequence[str], actual: Sequence[Any], reference: Sequence[Any]) -> Iterator[str]:
     """Tensors whose bits are not the twin's, in words."""
     for part, ours, twins in zip(parts, actual, reference, strict=True):

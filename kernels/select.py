@@ -19,6 +19,7 @@ from kernels.common import cpp
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
+from kernels.rms_norm.op import RmsNorm
 from kernels.rotated_heads.op import RotatedHeads
 from kernels.row_squares.op import RowSquares
 from kernels.row_update.op import RowUpdate
@@ -48,6 +49,7 @@ class Kernels:
     softmax_sums: SoftmaxSums
     softmax_gradient: SoftmaxGradient
     rotated_heads: RotatedHeads
+    rms_norm: RmsNorm
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

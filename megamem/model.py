@@ -168,6 +168,9 @@ class MemoryGPTModel(GPTModel):
         self.multi_token: MultiTokenPrediction | None = None
         if post_process:
             self._make_losses(loss_chunk_tokens, parts, groups, kernels, vp_stage)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.normalise = kernels.rms_norm
 
     def _make_losses(
         self,

@@ -29,6 +29,8 @@ _MANY_RUNS = 1 << 14
 # Programs of four warps that an H100 has room for, of threads with 96 registers.
 _GAIN_PROGRAMS = 132 * 5
 
+MAX_NORM_COLUMNS = 8192
+"""Columns of a row that a program of `rms_norm` holds."""
 ACCUMULATE_AHEAD = 4
 """Entries of a run of `segment_accumulate` whose loads are under way at once."""
 _ACCUMULATE_STEP = 250
@@ -158,6 +160,17 @@ def heads_tile(width: int, turning: int) -> HeadsTile:
     half = _power_of_two(turning // 2)
     rest = _power_of_two(width - turning) if width > turning else 0
     return HeadsTile(max(1, 4 * _WARP * 16 // _power_of_two(2 * half + rest)), half, rest, 4)
+
+
+def norm_tile(width: int) -> Tile:
+    """Tile of `rms_norm`: whole rows, sixteen elements of them per thread.
+
+    Args:
+        width: at most `MAX_NORM_COLUMNS`.
+    """
+    columns = _power_of_two(width)
+    num_warps = min(16, max(4, columns // (_WARP * 16)))
+    return Tile(max(1, num_warps * _WARP * 16 // columns), columns, num_warps)
 
 
 def gain_programs(num_tiles: int) -> int:

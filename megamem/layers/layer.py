@@ -76,7 +76,7 @@ class MemoryLayer(MegatronModule):
         Args:
             memory: of the layer's own family.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
-            kernels: of retrieval.
+            kernels: of retrieval and norms.
             name: the layer's global name, which with the seed keys what it draws by itself.
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
                 rank holds all of them.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kernels.kept_scores import kept_scores
 from kernels.product_topk.op import ProductTopk, torch_product_topk
-from megamem.backbone.norm import rms_normalise
 from megamem.layers.key_products import key_products
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.retrieval.config import ProductKeyConfig
@@ -86,7 +85,7 @@ class ProductKeyLayer(RetrievalLayer):
         heads, key_dim = self.memory.num_heads, self.memory.key_dim
         queries = F.linear(x, self.query_proj, self.query_bias).view(x.shape[0], 2 * heads, key_dim)
         if self.query_norm is not None:
-            queries = rms_normalise(queries, self.query_norm, self.epsilon)
+            queries = self.kernels.rms_norm(queries, self.query_norm, self.epsilon)
         # One product per (head, side): [2H, T, d] x [2H, d, N].
         products = key_products(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
         products = products.to(torch.promote_types(products.dtype, torch.float32))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kernels.tucker_scores.op import TuckerScores, torch_tucker_scores
 from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
-from megamem.backbone.norm import rms_normalise
 from megamem.config import ModelConfig
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
@@ -194,10 +193,10 @@ class TuckerLayer(RetrievalLayer):
         memory = self.memory
         heads, rank, keys = memory.num_heads, memory.tucker_rank, self.num_keys
         queries = F.linear(x, self.query_proj).view(x.shape[0], memory.num_queries, memory.key_dim)
-        queries = rms_normalise(queries, self.query_norm, self.epsilon)
+        queries = self.kernels.rms_norm(queries, self.query_norm, self.epsilon)
         if memory.query == "single":
             queries = queries.repeat_interleave(rank, dim=1)
-        normal_keys = rms_normalise(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
+        normal_keys = self.kernels.rms_norm(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
         if memory.query == "per_head":
             # One product per (side, head): [2H, T, d] x [2H, d, N R].
             by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)

@@ -135,18 +135,31 @@ def _(base: Subject, second: Subject) -> None:
 
 
 def norms_are_rms(subject: Subject, epsilon: float) -> None:
-    """Every norm of the backbone computes x / sqrt(mean(x^2) + epsilon) at its initial gain of 1."""
+    """Every norm of the backbone computes x / sqrt(mean(x^2) + epsilon) at its initial gain of 1.
+
+    Heads are normalised where they are turned, which leaves those of the first token as they are.
+    """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
+    heads: dict[str, tuple[Tensor, ...]] = {}
     hooks = [
         module.register_forward_hook(lambda _, inputs, out, name=name: seen.update({name: (inputs[0], out)}))
         for name, module in subject.model.named_modules()
         # Slots without a norm are filled too.
         if name.endswith("layernorm") and list(module.parameters())
     ]
+    hooks += [
+        module.register_forward_pre_hook(lambda _, inputs, name=name: heads.update({name: inputs[:2]}))
+        for name, module in subject.model.named_modules()
+        if name.endswith("core_attention")
+    ]
     subject.logits()
     for hook in hooks:
         hook.remove()
     assert len(seen) == 2 * 4 + 1
+    for name, turned in heads.items():
+        for kind, of_kind in zip("qk", turned, strict=True):
+            slot = name.replace("core_attention", f"{kind}_layernorm")
+            seen[slot] = seen[slot][0][:1], of_kind[:1]
     assert all(same(out, rms(x, epsilon)) for x, out in seen.values())
 
 

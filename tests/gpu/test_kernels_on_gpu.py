@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import parity_problems, update_problems
+from kernels.parity import backbone_problems, parity_problems, update_problems
 from kernels.segment_accumulate.op import torch_segment_accumulate
 from kernels.select import Kernels, select_kernels
 
@@ -23,6 +23,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parity(kernels: Kernels, gpu: torch.device, dtype: torch.dtype) -> None:
     assert list(parity_problems(kernels, gpu, dtype)) == []
+    assert list(backbone_problems(kernels, gpu, dtype)) == []
 
 
 def test_updates_have_the_bits_of_their_twins(kernels: Kernels, gpu: torch.device) -> None:

@@ -133,15 +133,13 @@ def a_host_tensor_and_reads_in_the_loss() -> Iterator[None]:
 def a_pageable_copy_in_the_norm() -> Iterator[None]:
     import torch
 
-    from megamem.backbone import norm
+    from megamem.backbone.norm import RMSNorm
 
-    normalise = norm.rms_normalise
-
-    def planted(x: Any, gain: Any, epsilon: float) -> Any:
+    def planted(self: Any, x: Any) -> Any:
         scale = torch.ones(x.shape[-1])
-        return normalise(x, gain * scale.to(x.device, non_blocking=True), epsilon)
+        return self.normalise(x, self.weight * scale.to(x.device, non_blocking=True), self.eps)
 
-    with patch("megamem.backbone.norm.rms_normalise", planted):
+    with patch.object(RMSNorm, "forward", planted):
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.list_topk import naive
-from megamem.backbone.norm import rms_normalise
+from kernels.rms_norm.op import torch_rms_norm
 from megamem.shuffle import KeyedShuffle
 
 pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")
@@ -63,7 +63,7 @@ def test_the_shuffle_is_that_of_training(num_keys: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_round_as_in_training(dtype: torch.dtype) -> None:
     x, gain = torch.randn(5, 16).to(dtype), torch.rand(16).to(dtype)
-    assert torch.equal(memory_megamem.rms_normalise(x, gain, 1e-5), rms_normalise(x, gain, 1e-5))
+    assert torch.equal(memory_megamem.rms_normalise(x, gain, 1e-5), torch_rms_norm(x, gain, 1e-5))
 
 
 @pytest.mark.parametrize("num_places", [1, 40])

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.rms_norm.op import torch_rms_norm
 from kernels.swiglu.op import torch_swiglu as swiglu
-from megamem.backbone.norm import rms_normalise
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 
@@ -48,7 +48,7 @@ def test_a_norm_and_its_gradients_are_the_formulas(dtype: torch.dtype) -> None:
     x, gain, grad = normal(7, 3, 40, dtype=dtype), normal(40, dtype=dtype), normal(7, 3, 40, dtype=dtype)
     ours = [tensor.clone().requires_grad_() for tensor in (x, gain)]
     theirs = [tensor.double().requires_grad_() for tensor in (x, gain)]
-    out, expected = rms_normalise(*ours, 1e-5), plain_norm(*theirs)
+    out, expected = torch_rms_norm(*ours, 1e-5), plain_norm(*theirs)
     out.backward(grad)
     expected.backward(grad.double())
     assert out.dtype == dtype
@@ -62,7 +62,7 @@ def test_a_norm_and_its_gradients_are_the_formulas(dtype: torch.dtype) -> None:
 def test_derivatives_of_norms_are_those_of_finite_differences() -> None:
     x, gain = normal(3, 2, 9, dtype=torch.float64), normal(9, dtype=torch.float64)
     assert torch.autograd.gradcheck(
-        lambda *of: rms_normalise(*of, 1e-5), (x.requires_grad_(), gain.requires_grad_()), raise_exception=True
+        lambda *of: torch_rms_norm(*of, 1e-5), (x.requires_grad_(), gain.requires_grad_()), raise_exception=True
     )
 
 
@@ -70,9 +70,9 @@ def test_derivatives_of_norms_are_those_of_finite_differences() -> None:
 def test_what_needs_no_gradient_gets_none(trained: tuple[bool, bool]) -> None:
     both = [normal(5, 8, dtype=torch.float32), normal(8, dtype=torch.float32)]
     wanted = [tensor.clone().requires_grad_() for tensor in both]
-    rms_normalise(*wanted, 1e-5).sum().backward()
+    torch_rms_norm(*wanted, 1e-5).sum().backward()
     some = [tensor.clone().requires_grad_(needs) for tensor, needs in zip(both, trained, strict=True)]
-    rms_normalise(*some, 1e-5).sum().backward()
+    torch_rms_norm(*some, 1e-5).sum().backward()
     for actual, full, needs in zip(some, wanted, trained, strict=True):
         assert (actual.grad is not None) == needs
         assert not needs or torch.equal(actual.grad, full.grad)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_an_activation_is_the_formula_to_the_bit(dtype: torch.dtype) -> None:
 def test_little_is_kept_besides_the_input(dtype: torch.dtype) -> None:
     x, gain = normal(50, 64, dtype=dtype).requires_grad_(), normal(64, dtype=dtype).requires_grad_()
     # A number per row, in fp32; by itself PyTorch keeps one or two of the size of the input in it.
-    assert kept_bytes(lambda *of: rms_normalise(*of, 1e-5), x, gain) == 50 * 4
+    assert kept_bytes(lambda *of: torch_rms_norm(*of, 1e-5), x, gain) == 50 * 4
     assert kept_bytes(plain_norm, x, gain) >= (1 if dtype == torch.float32 else 2) * 50 * 64 * 4
     assert kept_bytes(swiglu, x) == 0
     assert kept_bytes(plain_swiglu, x) >= 50 * 32 * x.element_size()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.backbone.norm import rms_normalise
+from kernels.rms_norm.op import torch_rms_norm
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import ScoreCalibration
 from megamem.layers.tucker import calibrate_scores, leading_singular_vectors, retrieve
@@ -37,7 +37,7 @@ def measured_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, gain: fl
     rank = memory.tucker_rank
 
     def normal(*shape: int) -> Tensor:
-        return rms_normalise(torch.randn(*shape, generator=g, dtype=torch.float64), gains, 1e-5)
+        return torch_rms_norm(torch.randn(*shape, generator=g, dtype=torch.float64), gains, 1e-5)
 
     queries = normal(200, 2, memory.num_queries // 2, memory.key_dim).expand(-1, -1, rank, -1)
     keys = normal(memory.num_heads, 2, num_keys, rank, memory.key_dim)

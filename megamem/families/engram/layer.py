@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.backbone.norm import rms_normalise
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
@@ -145,14 +144,14 @@ class EngramLayer(MemoryLayer):
 
     def gate(self, hidden: Tensor, read: Tensor) -> Tensor:
         """g [t, b], in at least fp32, of h [t, b, D] and e [t, b, E]."""
-        key = rms_normalise(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.key_epsilon)
-        query = rms_normalise(hidden, self.query_gain, self.query_epsilon)
+        key = self.kernels.rms_norm(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.key_epsilon)
+        query = self.kernels.rms_norm(hidden, self.query_gain, self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1) / math.sqrt(hidden.shape[-1])
         return torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
 
     def _convolved(self, gated: Tensor, inputs: Inputs) -> Tensor:
-        normal = rms_normalise(gated, self.conv_gain, self.conv_epsilon)
+        normal = self.kernels.rms_norm(gated, self.conv_gain, self.conv_epsilon)
         halo = self.halo if inputs.cache is None else inputs.cache.halo(self.name)
         width = self.memory.reach
         return causal_convolution(

@@ -130,6 +130,22 @@ def _updated(arguments: Mapping[str, Any]) -> int:
     return weights + gradient.nbytes + factors.nbytes + numbers
 
 
+def _turned(arguments: Mapping[str, Any]) -> int:
+    """Heads, which are parts of a product, before and after, and the cosines and sines of half of the columns."""
+    names = ("query", "key", "turned_query", "turned_key", "scales", "query_gain", "key_gain")
+    return (
+        sum(_bytes(each) for name in names if (each := arguments[name]) is not None) + _bytes(arguments["turns"]) // 2
+    )
+
+
+def _turned_back(arguments: Mapping[str, Any]) -> int:
+    """Their gradients before and after, and the heads themselves where they were normalised."""
+    names = ["of_query", "of_key", "query_gradient", "key_gradient"]
+    if arguments["NORM"]:
+        names += ["query", "key", "scales", "query_gain", "key_gain", "gain_gradients"]
+    return sum(_bytes(arguments[name]) for name in names) + _bytes(arguments["turns"]) // 2
+
+
 _INDEX, _RADIX_BITS = 8, 8
 _IN_PLACE = {
     getattr(_aten, f"{name}_")
@@ -173,5 +189,9 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "softmax_sums_kernel": _all("logits", "places", "top", "total", "of_target"),
     # In place.
     "softmax_gradient_kernel": _all("logits", "logits", "places", "top", "total", "scale"),
+    "rms_norm_kernel": _all("x", "gain", "out", "scales"),
+    "rms_norm_gradients_kernel": _all("grad", "x", "gain", "scales", "gradient", "gain_gradients"),
+    "rotated_heads_kernel": _turned,
+    "rotated_heads_gradients_kernel": _turned_back,
 }
-"""Formulas of the kernels of selections, scores, activations, updates and the loss. Those of lookups are in `pretrain.planning.costs.rows`."""
+"""Formulas of all kernels but those of lookups, which are in `pretrain.planning.costs.rows`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import parity_problems, selection_problems, update_problems
+from kernels.parity import backbone_problems, parity_problems, selection_problems, update_problems
 from kernels.select import select_kernels
 
 
@@ -25,7 +25,21 @@ from kernels.select import select_kernels
 def test_every_implementation_passes(implementation: Implementation, dtype: torch.dtype) -> None:
     if reason := unavailable(implementation, "cpu"):
         pytest.skip(f"{implementation} {reason}")
-    assert list(parity_problems(select_kernels(implementation, device_type="cpu"), "cpu", dtype)) == []
+    kernels = select_kernels(implementation, device_type="cpu")
+    assert list(parity_problems(kernels, "cpu", dtype)) == []
+    assert list(backbone_problems(kernels, "cpu", dtype)) == []
+
+
+def test_heads_that_turn_the_other_way_are_seen() -> None:
+    good = select_kernels("torch")
+
+    def other_way(query: Tensor, key: Tensor, turns: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = turns.unbind(2)
+        return good.rotated_heads(query, key, torch.stack((cos, -sin), 2), *rest)
+
+    problems = list(backbone_problems(replace(good, rotated_heads=other_way), "cpu", torch.float32))
+    assert problems
+    assert all(problem.startswith("rotated_heads") for problem in problems)
 
 
 def test_a_wrong_output_is_seen() -> None:

@@ -47,6 +47,19 @@ def _chunks_of_columns(launch: Launch, reads: Reads | None) -> float:
     return float(math.ceil(values["W"] // values["C"] / values["COLUMNS"]))
 
 
+def _tiles_of_rows(launch: Launch, reads: Reads | None) -> float:
+    """Tiles of a program."""
+    values = launch.values
+    return float(max(1.0, values["num_rows"] / values["ROWS"] / launch.grid[0]))
+
+
+def _tiles_of_heads(launch: Launch, reads: Reads | None) -> float:
+    """Tiles of query or key heads, of which a program goes through both by the same line."""
+    values = launch.values
+    rows = values["query_rows"] + values["key_rows"]
+    return float(max(1.0, rows / 2 / values["ROWS"] / launch.grid[0]))
+
+
 def _steps_of_runs(launch: Launch, reads: Reads | None) -> float:
     assert reads is not None
     values = launch.values
@@ -146,6 +159,11 @@ def _never(launch: Launch, reads: Reads | None) -> float:
 
 
 _KNOWN: dict[tuple[str, str], Callable[[Launch, Reads | None], float]] = {
+    (
+        "rms_norm_gradients_kernel",
+        "for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0))",
+    ): _tiles_of_rows,
+    ("_turn_back", "for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0))"): _tiles_of_heads,
     ("gather_sum_kernel", "for start in range(0, J, ENTRIES)"): _chunks_of_reads,
     ("gather_dot_kernel", "for start in range(0, PER_GROUP, COLUMNS)"): _chunks_of_columns,
     ("segment_accumulate_kernel", "for start in range(0, tl.max(length) + 1, AHEAD)"): _steps_of_runs,

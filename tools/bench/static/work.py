@@ -1,4 +1,5 @@
-"""Launches of one memory layer on a rank for a microbatch, and the bytes that they must move."""
+"""Launches of one memory layer, and of norms and heads of one block, on a rank for a microbatch; and the bytes that they
+must move."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) -> list[Call]:
-    """The calls of the first memory layer's forward and backward pass, and of an update by row of its bank.
+    """The calls of the first memory layer's forward and backward pass, of an update by row of its bank, and of a norm and
+    the heads of a block.
 
     Args:
         config: of a model with a memory that retrieves.
@@ -89,7 +91,7 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
         what = "no memory" if memory is None else f"a memory of kind {memory.kind}, which retrieves nothing"
         raise ConfigError(f"{config.name} has {what}: name a configuration whose memory retrieves rows")
     tokens = num_tokens or Division.of(config, fewest_ranks(config.parallel)).rank_tokens
-    calls = [*_selection(config, memory, tokens), *_shuffle(config, memory, tokens)]
+    calls = [*_backbone(config, tokens), *_selection(config, memory, tokens), *_shuffle(config, memory, tokens)]
     layout, of_group = config.parallel, config.parallel.memory * tokens
     num_rows = config.model.memory_plan.views[0].num_bank_rows // layout.memory_rows
     tables = _Tables(
@@ -110,6 +112,37 @@ def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) 
                 table.name, table.width // layout.memory_columns, by_row=keeps_rows(config.optimizer)
             )
     return calls
+
+
+def _backbone(config: RunConfig, tokens: int) -> list[Call]:
+    from kernels.rms_norm import triton_op as norm
+    from kernels.rotated_heads import triton_op as heads
+
+    model, tensor = config.model, config.parallel.tensor
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    x, gain = _empty(tokens, model.hidden_size, dtype=dtype), _empty(model.hidden_size, dtype=dtype)
+    scales = _empty(tokens, dtype=torch.float32)
+    normed = recorded(lambda: launcher(norm._rms_norm)(x, gain, model.norm_epsilon))
+    of_normed = recorded(lambda: launcher(norm._gradients)(x, x, gain, scales))
+    width, groups = model.attention_head_dim, max(1, (model.num_query_groups or model.num_attention_heads) // tensor)
+    per_group = max(1, model.num_attention_heads // tensor // groups)
+    product = _empty(tokens, 1, groups, (per_group + 2) * width, dtype=dtype)
+    query, key, _ = product.split([per_group * width, width, width], 3)
+    query = query.reshape(tokens, 1, groups * per_group, width)
+    turns = _empty(tokens, 1, 2, model.rotary_width, dtype=torch.float32)
+    gains = 2 * [_empty(width, dtype=dtype) if model.qk_norm else None]
+    turned = [_empty(*each.shape, dtype=dtype) for each in (query, key)]
+    of_heads = _empty(tokens * (groups * per_group + groups) if model.qk_norm else 0, dtype=torch.float32)
+    turning = recorded(lambda: launcher(heads._rotated_heads)(query, key, turns, *gains, model.norm_epsilon))
+    turning_back = recorded(lambda: launcher(heads._gradients)(*turned, query, key, turns, *gains, of_heads))
+    row, both, table = Access(_bytes(x)), Access(_bytes(query) + _bytes(key)), Access(_bytes(turns) // 2)
+    again = [both] if model.qk_norm else []
+    return [
+        Call("rms_norm", None, True, tuple(normed), (row, row, Access(_bytes(scales))), None),
+        Call("rms_norm, gradients", None, False, tuple(of_normed), (row, row, row, Access(_bytes(scales))), None),
+        Call("rotated_heads", None, True, tuple(turning), (both, both, table, Access(_bytes(of_heads))), None),
+        Call("rotated_heads, gradients", None, False, tuple(turning_back), (both, both, *again, table), None),
+    ]
 
 
 def _selection(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]:
