@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Literal
@@ -64,6 +65,6 @@ def compiler() -> str | None:
 
 
 def describe(chosen: Mapping[str, Implementation]) -> str:
-    """The chosen implementations: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
-    names = set(chosen.values())
-    return names.pop() if len(names) == 1 else ", ".join(f"{op} {name}" for op, name in chosen.items())
+    """The chosen implementations, most ops' first: `cpu`, or `cpu, gather_dot naive, softmax_sums torch`."""
+    ((usual, _),) = Counter(chosen.values()).most_common(1)
+    return ", ".join([usual, *(f"{op} {name}" for op, name in chosen.items() if name != usual)])

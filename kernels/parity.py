@@ -1,4 +1,4 @@
-"""Check an implementation of the memory kernels against its twins: outputs, every gradient, selections, and updates.
+"""Check an implementation of the kernels against its twins: outputs, every gradient, selections, updates, and the loss.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
 """
@@ -157,7 +157,7 @@ HEADS_SHAPES = (
     HeadsShape(s=1, b=1, n=2, g=1, d=16, r=16),
 )
 _ROUNDINGS = 3
-"""Of heads, by PyTorch's operations one after the other."""
+"""Roundings of heads by PyTorch's operations, one after the other."""
 
 
 def backbone_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
@@ -188,6 +188,32 @@ def backbone_problems(kernels: Kernels, device: torch.device | str, dtype: torch
             for part, (ours, twins) in enumerate(zip(actual, reference, strict=True)):
                 if not (error := _relative_error(ours.detach().cpu(), twins.detach())) <= _ROUNDINGS * TOLERANCE[dtype]:
                     yield f"{op} {shape} {dtype}: result or gradient {part} is off by {error:.1e} of its largest element"
+
+
+def loss_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
+    """Differences of the loss's ops from their twins, in words; none if all is well. Logits are of this dtype."""
+    for num_tokens, num_ids in ((3, 7), (2, 4104), (1, 5001)):
+        g = torch.Generator().manual_seed(num_ids)
+        logits = (5 * torch.randn(num_tokens, num_ids, generator=g)).to(dtype)
+        # One of another rank, and ids that are ruled out.
+        places = torch.randint(0, num_ids, (num_tokens,), generator=g) + num_ids * (torch.arange(num_tokens) == 1)
+        logits[0, : num_ids // 2] = -torch.inf
+        places[0], scale = num_ids - 1, torch.randn(num_tokens, generator=g)
+        sums = implementation_of("softmax_sums", "naive")(logits.double(), places)
+        of_twin = implementation_of("softmax_gradient", "naive")(logits.double(), places, *sums[:2], scale.double())
+        found = kernels.softmax_sums(logits.to(device, copy=True), places.to(device))
+        operands = (places.to(device), *found[:2], scale.to(device))
+        gradient = kernels.softmax_gradient(logits.to(device, copy=True), *operands)
+        name = f"[{num_tokens}, {num_ids}] {dtype}"
+        for op, part, actual, expected, tolerance in (
+            *(
+                ("softmax_sums", part, *pair, TOLERANCE[torch.float32])
+                for part, *pair in zip(("top", "total", "target"), found, sums, strict=True)
+            ),
+            ("softmax_gradient", "gradient", gradient, of_twin, TOLERANCE[dtype]),
+        ):
+            if not (error := _relative_error(actual.cpu(), expected)) <= tolerance:
+                yield f"{op} {name}: {part} is off by {error:.1e} of its largest element, more than {tolerance:.0e}"
 
 
 def _differences(name: str, parts: Sequence[str], actual: Sequence[Any], reference: Sequence[Any]) -> Iterator[str]:

@@ -15,15 +15,23 @@ from test_layouts import assembled, shards
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 from torch import Tensor, nn
 
-from kernels.select import select_kernels
+from kernels.implementations import Implementation, unavailable
+from kernels.select import Kernels, select_kernels
 from megamem.backbone.chunked_loss import ChunkedLoss
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.recorder import Recorder
 
-KERNELS = select_kernels("torch")
 LENGTH, SEQUENCES, WIDTH, IDS = 14, 3, 10, 24
+KERNELS: dict[Implementation, Kernels] = {
+    name: select_kernels(name, device_type="cpu") for name in ("torch", "triton") if not unavailable(name, "cpu")
+}
 CHUNKS = {"one": 42, "one token": 1, "even": 14, "a rest": 10}
 """Tokens per chunk, of 42."""
+
+
+# Relative to the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits
+# of 50 are off by up to 1/8 before the softmax.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,7 +55,9 @@ def whole(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return losses.detach(), hidden.grad, weight.grad
 
 
-def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def in_chunks(
+    chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool, implementation: Implementation = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same from this rank's parts; the weight's gradient is that of two passes, as in accumulation."""
     group = dist.group.WORLD
     assert group is not None
@@ -60,7 +70,7 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
     part.register_post_accumulate_grad_hook(lambda weight: num_hooks.append(1))
     for _ in range(2):
         of_rank = hidden.chunk(size)[rank].clone().requires_grad_()
-        losses = ChunkedLoss(chunk_tokens, group, KERNELS)(of_rank, part, labels)
+        losses = ChunkedLoss(chunk_tokens, group, KERNELS[implementation])(of_rank, part, labels)
         losses.backward(of_losses.to(losses.dtype))
         if main_grad:
             # DDP does this after each pass.
@@ -76,21 +86,25 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
 def computed(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, tuple[Tensor, ...]]]:
     """Losses and gradients of each rank by chunk, dtype, and whether the weight has a buffer for its gradient."""
-    cases = [
-        (chunk, dtype, main_grad)
-        for chunk in CHUNKS
-        for dtype in (torch.float64, torch.float32, torch.bfloat16)
-        for main_grad in (False, True)
-    ]
+    cases = [(chunk, dtype, main_grad) for chunk in CHUNKS for dtype in TOLERANCES for main_grad in (False, True)]
     found: list[dict[Any, tuple[Tensor, ...]]] = run_ranks(
         lambda: {case: in_chunks(CHUNKS[case[0]], case[1], main_grad=case[2]) for case in cases}, request.param
     )
     return found
 
 
-# Relative to the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits
-# of 50 are off by up to 1/8 before the softmax.
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
+def by_triton(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, tuple[Tensor, ...]]]:
+    """Losses and gradients of each rank by dtype, of Triton's kernels and chunks that leave a rest."""
+    if reason := unavailable("triton", "cpu"):
+        pytest.skip(f"triton {reason}")
+
+    def main() -> dict[Any, tuple[Tensor, ...]]:
+        chunk = CHUNKS["a rest"]
+        return {dtype: in_chunks(chunk, dtype, main_grad=True, implementation="triton") for dtype in TOLERANCES}
+
+    found: list[dict[Any, tuple[Tensor, ...]]] = run_ranks(main, request.param)
+    return found
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -99,7 +113,18 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
 def test_losses_and_gradients_are_those_of_whole_logits(
     computed: list[dict[Any, tuple[Tensor, ...]]], chunk: str, dtype: torch.dtype, main_grad: bool
 ) -> None:
-    of_ranks = [of_rank[chunk, dtype, main_grad] for of_rank in computed]
+    assert_whole([of_rank[chunk, dtype, main_grad] for of_rank in computed], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_losses_of_tritons_kernels_are_those_of_whole_logits(
+    by_triton: list[dict[Any, tuple[Tensor, ...]]], dtype: torch.dtype
+) -> None:
+    assert_whole([of_rank[dtype] for of_rank in by_triton], dtype)
+
+
+def assert_whole(of_ranks: list[tuple[Tensor, ...]], dtype: torch.dtype) -> None:
+    """Losses and gradients of all ranks together are those of whole logits."""
     of_hidden, of_weight = (torch.cat([of_rank[place] for of_rank in of_ranks]) for place in (1, 2))
     for losses, expected in zip([of_rank[0] for of_rank in of_ranks], [whole(dtype)[0]] * len(of_ranks), strict=True):
         assert losses.dtype == torch.promote_types(dtype, torch.float32)
@@ -107,6 +132,41 @@ def test_losses_and_gradients_are_those_of_whole_logits(
         assert (losses - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
     for gradient, expected in zip((of_hidden, of_weight), whole(dtype)[1:], strict=True):
         assert (gradient - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+def by_formula(chunk_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and gradients of one rank in PyTorch's operations, one after the other, as recorded runs rounded them."""
+    hidden, weight, labels, of_losses = drawn(dtype)
+    tokens, targets, scale = hidden.flatten(0, 1), labels.t().flatten(), of_losses.t().flatten()
+    wide = torch.promote_types(dtype, torch.float32)
+    losses, of_hidden, of_weight = [], [], torch.zeros_like(weight, dtype=wide)
+    for part in torch.arange(len(tokens)).split(chunk_tokens):
+        place = targets[part].unsqueeze(1)
+        logits = (tokens[part] @ weight.t()).to(wide)
+        logits = logits - logits.amax(1, keepdim=True)
+        total = logits.exp().sum(1)
+        losses.append(total.log() - logits.gather(1, place).squeeze(1))
+        softmax = logits.exp() / total.unsqueeze(1)
+        of_logits = softmax.scatter_add(1, place, -torch.ones_like(place, dtype=wide)) * scale[part].to(wide).unsqueeze(
+            1
+        )
+        of_hidden.append(of_logits.to(dtype) @ weight)
+        if dtype == wide:
+            of_weight.addmm_(of_logits.t(), tokens[part])
+        else:
+            of_weight += of_logits.to(dtype).t() @ tokens[part]
+    return torch.cat(losses).view(LENGTH, SEQUENCES).t(), torch.cat(of_hidden).view_as(hidden), of_weight.to(dtype)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_pytorchs_operations_on_one_rank_have_the_bits_of_the_formula(
+    run_ranks: Any, chunk: str, dtype: torch.dtype
+) -> None:
+    ((losses, of_hidden, of_weight),) = run_ranks(lambda: in_chunks(CHUNKS[chunk], dtype, main_grad=False), 1)
+    for found, expected in zip((losses, of_hidden, of_weight), by_formula(CHUNKS[chunk], dtype), strict=True):
+        # Chunks are multiplied with the same operations, so that nothing but the softmax could round otherwise.
+        assert torch.equal(found, expected)
 
 
 def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
@@ -118,7 +178,9 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
         weight.main_grad = torch.zeros(2, 1)
         labels = torch.zeros(1, 1024, dtype=torch.int64)
         # The softmax of two equal logits is 1/2, so every token gives -1/2 and 1/2 times its loss's gradient.
-        losses = ChunkedLoss(1, dist.group.WORLD, KERNELS)(torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels)
+        losses = ChunkedLoss(1, dist.group.WORLD, KERNELS["torch"])(
+            torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels
+        )
         losses.backward(torch.full((1, 1024), 1 / 256))
         gradient: Tensor = weight.main_grad + weight.grad
         return gradient
@@ -194,7 +256,7 @@ def most_held_bytes(chunk_tokens: int) -> int:
     weight = nn.Parameter(torch.randn(MANY_IDS, WIDTH))
     labels = torch.zeros(1, TOKENS, dtype=torch.int64)
     with Recorder({}, answers=False).recording() as recorder:
-        ChunkedLoss(chunk_tokens, dist.group.WORLD, KERNELS)(hidden, weight, labels).sum().backward()
+        ChunkedLoss(chunk_tokens, dist.group.WORLD, KERNELS["torch"])(hidden, weight, labels).sum().backward()
     return recorder.peak.total
 
 

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
-from tools.bench.static.builds import CAPABILITIES, Launch, recorded
+from tools.bench.static.builds import CAPABILITIES, Launch, launcher, recorded
 from tools.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
 from tools.bench.static.work import calls_of
 from tools.cli import main as megamem
@@ -80,6 +81,28 @@ def launches_on_rows() -> list[Launch]:
     return [launch for launch in launches(models) if "W" in launch.values]
 
 
+def launches_of_loss() -> list[Launch]:
+    """Launches over a chunk of logits: of the vocabulary whole, of a part of it, in fp32, and of rows without alignment."""
+    import torch
+
+    from kernels.softmax_gradient import triton_op as gradient
+    from kernels.softmax_sums import triton_op as sums
+
+    found: list[Launch] = []
+    for num_ids, dtype in (
+        (50_304, torch.bfloat16),
+        (6_288, torch.bfloat16),
+        (50_304, torch.float32),
+        (50_257, torch.bfloat16),
+    ):
+        logits = torch.empty(8192, num_ids, dtype=dtype, device="meta")
+        places = torch.empty(8192, dtype=torch.int64, device="meta")
+        of_row = torch.empty(8192, device="meta")
+        found += recorded(partial(launcher(sums.softmax_sums), logits, places))
+        found += recorded(partial(launcher(gradient._softmax_gradient), logits, places, of_row, of_row, of_row))
+    return found
+
+
 def say(what: str, launch: str, found: list[str], **more: Any) -> None:
     print(json.dumps({"what": what, "launch": launch, "problems": found, **more}), flush=True)
 
@@ -92,10 +115,12 @@ def main() -> None:
         say("planted", described(launch), problems(launch, 90), wanted=wanted)
     for capability in CAPABILITIES if ALL else ():
         shipped = [*configs(PUBLISHED), *every_kernel()] if capability == 90 else every_kernel()
-        for launch in [*launches(shipped), *launches_on_rows()]:
+        for launch in [*launches(shipped), *launches_on_rows(), *launches_of_loss()]:
             say("shipped", described(launch), problems(launch, capability), capability=capability)
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
     by_name = {launch.name: launch for launch in launches(every_kernel(), num_tokens=1)}
+    # The largest, which has most to hold: a loss has no number that could be a one.
+    by_name |= {launch.name: launch for launch in reversed(launches_of_loss())}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))

@@ -26,6 +26,8 @@ KERNELS = {
     for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
 }
 """Every kernel that a launcher launches."""
+OF_LOSS = {"softmax_sums_kernel", "softmax_gradient_kernel"}
+"""Kernels that no memory layer launches."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_the_command_prints_what_machine_code_tells(reports: list[dict[str, Any]
     for part in report["out"].split("Rows read by ")[1:]:
         code, floors, parts = part.split("\n\n")[1:4]
         kernels = {re.split(r" {2,}", line)[1] for line in code.splitlines()[1:]}
-        assert {f"{kernel}_kernel" for kernel in kernels} == KERNELS - {"collect_sums_kernel"}
+        assert {f"{kernel}_kernel" for kernel in kernels} == KERNELS - OF_LOSS - {"collect_sums_kernel"}
         rows = [re.split(r" {2,}", line) for line in floors.splitlines()[1:]]
         for _, _, of_bytes, issue, latency, _, largest, by in rows:
             named = {"bytes": of_bytes, "issue": issue, "latency": latency}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import backbone_problems, parity_problems, selection_problems, update_problems
+from kernels.parity import backbone_problems, loss_problems, parity_problems, selection_problems, update_problems
 from kernels.select import select_kernels
 
 
@@ -28,6 +28,7 @@ def test_every_implementation_passes(implementation: Implementation, dtype: torc
     kernels = select_kernels(implementation, device_type="cpu")
     assert list(parity_problems(kernels, "cpu", dtype)) == []
     assert list(backbone_problems(kernels, "cpu", dtype)) == []
+    assert list(loss_problems(kernels, "cpu", dtype)) == []
 
 
 def test_heads_that_turn_the_other_way_are_seen() -> None:
@@ -106,3 +107,21 @@ def test_an_update_that_rounds_otherwise_is_seen() -> None:
     problems = list(update_problems(replace(good, row_squares=lambda gradient: gradient.sum(1)), "cpu"))
     assert problems
     assert all(problem.startswith("row_squares") for problem in problems)
+
+
+def test_a_loss_that_forgets_its_target_is_seen() -> None:
+    good = select_kernels("torch")
+
+    def softmax(logits: Tensor, places: Tensor, *others: Tensor) -> Tensor:
+        return good.softmax_gradient(logits, torch.full_like(places, -1), *others)
+
+    problems = list(loss_problems(replace(good, softmax_gradient=softmax), "cpu", torch.float32))
+    assert problems
+    assert all(problem.startswith("softmax_gradient") for problem in problems)
+
+    def one_more(logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        top, total, of_target = good.softmax_sums(logits, places)
+        return top, total + 1, of_target
+
+    problems = list(loss_problems(replace(good, softmax_sums=one_more), "cpu", torch.float32))
+    assert any(problem.startswith("softmax_sums") and "total is off" in problem for problem in problems)
