@@ -1,5 +1,5 @@
-"""Bytes that selections, and updates of tables by row, move on a GPU, as plans count them and as operations do that are
-dry-run as on one.
+"""Bytes that selections, updates of tables by row, and the loss move on a GPU, as plans count them and as operations do
+that are dry-run as on one.
 """
 
 from __future__ import annotations
@@ -127,3 +127,28 @@ def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
     plans = [sum(launches_of(each, stage, stage.blocks, way) for way in (0, 1)) for each in (config, still)]
     # Gathers, and the factors of updates.
     assert launched - fewer == plans[0] - plans[1] + len(memory.tables)
+
+
+def test_a_loss_in_chunks_reads_its_logits_once_forward_and_writes_them_once_in_backward() -> None:
+    """Chunks of 3,000 tokens leave a rest; nothing of their size passes but products and the two kernels."""
+    config = config_of(MEMORIES["short lists"])
+    config = replace(config, train=replace(config.train, loss_chunk_tokens=3000))
+
+    def main() -> dict[str, int]:
+        from pretrain.planning.dryrun.rank import dry_run
+
+        (report,) = dry_run(config, 1, [0], as_gpu=True, count_moved=True)
+        return dict(report.moved)
+
+    (moved,) = launch_within(main, 1, timeout_s=120, num_threads=1)
+    ids = config.model.vocab_size
+    assert ids is not None
+
+    def of(file: str) -> int:
+        return sum(num for line, num in moved.items() if line.startswith(file))
+
+    # Places are of 8 bytes, and a token's largest logit, total, target or gradient of 4.
+    assert of("kernels/softmax_sums/") == TOKENS * (2 * ids + 20)
+    assert of("kernels/softmax_gradient/") == TOKENS * (4 * ids + 20)
+    # Gradients of hidden states and of the weight take less than widening the logits once.
+    assert of("megamem/backbone/chunked_loss.py") < 6 * TOKENS * ids
