@@ -9,6 +9,7 @@ P programs that add up gradients of gains. A row is a head of a token.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -292,18 +293,24 @@ def rotated_heads_gradients_kernel(
 
 def _sizes(query: Tensor, key: Tensor, turns: Tensor, gain: Tensor | None) -> dict[str, Any]:
     """Constants of both kernels, and their options."""
-    width, turning = query.shape[3], turns.shape[3]
+    return _constants(query.shape[2], key.shape[2], query.shape[3], turns.shape[3], gain is not None, sum_dtype(query))
+
+
+@cache
+def _constants(
+    query_heads: int, key_heads: int, width: int, turning: int, has_norm: bool, wide: tl.dtype
+) -> dict[str, Any]:
     tile = heads_tile(width, turning)
     return {
-        "QUERY_HEADS": query.shape[2],
-        "KEY_HEADS": key.shape[2],
+        "QUERY_HEADS": query_heads,
+        "KEY_HEADS": key_heads,
         "D": width,
         "R": turning,
         "HALF": tile.half,
         "REST": tile.rest,
         "ROWS": tile.rows,
-        "NORM": gain is not None,
-        "WIDE": sum_dtype(query),
+        "NORM": has_norm,
+        "WIDE": wide,
         "num_warps": tile.num_warps,
     }
 

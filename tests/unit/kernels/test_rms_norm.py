@@ -50,6 +50,15 @@ def test_norms_and_gradients_are_the_twins(implementation: Implementation, shape
 
 
 @needs_triton
+def test_programs_add_up_gains_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.common.tiles._GAIN_PROGRAMS", 2)
+    x, gain = draw((300, 40), torch.float32)
+    expected = outcome(naive.rms_norm, x.double(), gain.double())
+    for ours, reference in zip(outcome(implementation_of("rms_norm", "triton"), x, gain), expected, strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=0, atol=2e-6 * float(reference.abs().max()))
+
+
+@needs_triton
 def test_strides_change_nothing_and_a_split_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gain = draw((5, 3, 4, 24), torch.bfloat16)
     function = implementation_of("rms_norm", "triton")

@@ -116,6 +116,18 @@ def test_heads_and_gradients_are_the_twins(implementation: Implementation, shape
         torch.testing.assert_close(ours.double(), reference, rtol=0, atol=tolerance)
 
 
+@pytest.mark.skipif(bool(unavailable("triton", "cpu")), reason=str(unavailable("triton", "cpu")))
+def test_programs_add_up_gains_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.common.tiles._GAIN_PROGRAMS", 3)
+    for shape in SHAPES[:3]:
+        operands = draw(shape, torch.float32)
+        expected = outcome(naive.rotated_heads, widened(operands))
+        for ours, reference in zip(
+            outcome(implementation_of("rotated_heads", "triton"), operands), expected, strict=True
+        ):
+            torch.testing.assert_close(ours.double(), reference, rtol=0, atol=2e-6 * float(reference.abs().max()))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_fp64_is_not_narrowed(implementation: Implementation) -> None:
     query, key, turns, *gains = draw(SHAPES[2], torch.float64)
