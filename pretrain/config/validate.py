@@ -261,11 +261,12 @@ def _packages(config: RunConfig) -> Iterator[str]:
 
 
 def _kernels(config: RunConfig) -> Iterator[str]:
-    """Implementations of the memory kernels that this machine cannot run."""
-    if config.model.memory is None:
-        return
+    """Implementations of the kernels that this machine cannot run."""
     device_type = "cuda" if num_visible_gpus() else "cpu"
     implementation = config.train.kernels
+    if config.model.memory is None and implementation == "cpu":
+        # It has nothing in C++.
+        return
     # Where there are GPUs, torch may still be built without them: the ranks will know.
     if implementation == "cpu" and device_type == "cuda":
         return

@@ -153,8 +153,10 @@ def memory_kernels(config: RunConfig, *, on_gpu: bool) -> Kernels:
     Raises:
         ConfigError: this machine cannot run them.
     """
-    # On a CPU those of the backbone are PyTorch's: without a memory there is nothing to compile.
-    kernels = "torch" if config.model.memory is None and not on_gpu else config.train.kernels
+    kernels = config.train.kernels
+    if config.model.memory is None and not on_gpu and kernels in ("auto", "cpu"):
+        # The backbone has no C++: without a memory there is nothing to compile.
+        kernels = "torch"
     try:
         return select_kernels(kernels, device_type="cuda" if on_gpu else "cpu")
     except KernelUnavailableError as error:

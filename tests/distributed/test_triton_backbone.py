@@ -69,6 +69,7 @@ def errors(run_ranks: Any) -> dict[str, dict[str, float]]:
             for name, config in CASES.items():
                 further = config.model.multi_token_prediction is not None
                 ours, torchs = (built(config, groups, kernels) for kernels in ("triton", "torch"))
+                assert ours.decoder.final_layernorm.normalise.__module__ == "kernels.rms_norm.triton_op"
                 own, expected = (losses_and_gradients(chunk, further=further) for chunk in (ours, torchs))
                 assert own.keys() == expected.keys()
                 found[name] = {what: error(own[what], expected[what]) for what in own}
