@@ -98,8 +98,16 @@ class AuxiliaryLosses:
     def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
         self.balance_weight, self.balance_sequences = weights.key_balance, weights.balance_sequences
-        self.token_group = token_group
+        self.token_group, self._has_penalty = token_group, False
         self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
+
+    def keep_penalty(self, penalty: Tensor, gradient: Tensor) -> None:
+        """Keep this step's penalty and its gradient where the last step's are: graphs of a microbatch read them there."""
+        if self._has_penalty:
+            self.penalty.copy_(penalty)
+            self.penalty_gradient.copy_(gradient)
+        else:
+            self.penalty, self.penalty_gradient, self._has_penalty = penalty.clone(), gradient.clone(), True
 
     def inject(
         self,
@@ -155,7 +163,7 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
         penalties = tucker_penalty(sums, penalised[0][0].margin)
     (gradients,) = torch.autograd.grad(penalties.sum(), sums)
     for (losses, _), penalty, gradient in zip(penalised, penalties.detach(), gradients, strict=True):
-        losses.penalty, losses.penalty_gradient = penalty, gradient
+        losses.keep_penalty(penalty, gradient)
 
 
 class _GradientInjection(torch.autograd.Function):

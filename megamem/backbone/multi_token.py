@@ -98,11 +98,11 @@ class MultiTokenPrediction(MegatronModule):
             _Depth(config, parts, groups, layer_number=blocks_before + n, vp_stage=vp_stage)
             for n in range(1, settings.depth + 1)
         )
-        self.begin_step()
+        self.sums = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=parameter_device(self.config))
 
     def begin_step(self) -> None:
-        """Start the sums anew."""
-        self.sums = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=parameter_device(self.config))
+        """Start the sums anew, in their place, which graphs know."""
+        self.sums.zero_()
 
     def forward(
         self,

@@ -140,8 +140,12 @@ class TrainConfig(Config):
     that AdamW updates on the device. See docs/megatron.md."""
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps without an update (for a non-finite loss or gradient, or a spike) after which the run stops."""
+    cuda_graph: Literal["none", "microbatch"] = "none"
+    """microbatch: on GPUs, the passes of a microbatch are captured once as a CUDA graph and replayed, for which the host
+    takes microseconds and not tens of milliseconds. For models of one rank each, with any number of replicas. See
+    docs/megatron.md."""
     kernels: Implementation = "auto"
-    """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
+    """Implementation of the kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
     else torch (its operations); naive: the references."""
 
     @property

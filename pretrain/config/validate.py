@@ -11,6 +11,7 @@ from megamem.families.registry import FAMILIES
 from megamem.placement.block_plan import count_blocks
 from parallel.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
+from pretrain.config.graphs import graph_problems, without_overlap
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import tokens_of_run
@@ -42,13 +43,14 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
     problems += _length(config)
     problems += [*gradients_problems(config), *_table_folder(config), *apex_problems(config)]
     problems += _control(config)
+    problems += graph_problems(settled(config))
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
-    return settled(config)
+    return without_overlap(settled(config))
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from kernels.processor import multiplies_bf16
 from parallel.cpu_products import products_in_fp32
 from parallel.determinism import deterministic_algorithms
@@ -50,6 +52,9 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
                 parallel_sizes(config), ranks, store, timeout_minutes=layout.timeout_minutes, seed=config.seed
             )
         )
+        if groups.on_gpu and any(each.train.cuda_graph != "none" for each in (config, *later)):
+            # Gradients are added up on the stream that DDP was built on, and the default one cannot be captured.
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(groups.device)))
         if groups.device.type == "cpu" and takes_products_in_fp32(config, *later):
             stack.enter_context(products_in_fp32())
         yield groups

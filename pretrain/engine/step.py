@@ -25,6 +25,7 @@ from parallel.groups import ParallelGroups
 from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums
 from pretrain.engine.build import Chunk, unwrap
 from pretrain.engine.gradient_norms import GradientNorms
+from pretrain.engine.microbatch_graph import MicrobatchGraph
 from pretrain.engine.nonfinite import NonFinite, find_non_finite
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.pipeline_messages import WithoutGradients
@@ -112,6 +113,7 @@ def train_step(
     stop_requested: bool = False,
     save_votes: SaveVotes = NO_VOTES,
     judge: Judge = no_spikes,
+    graph: MicrobatchGraph | None = None,
 ) -> StepResult:
     """Forward and backward over the microbatches, clip, update.
 
@@ -127,14 +129,23 @@ def train_step(
         stop_requested: this rank was told to stop; one rank is enough for all to stop.
         save_votes: this rank's part of a save in flight, which all will know after the step.
         judge: decides alike on all ranks.
+        graph: of a microbatch's passes, in the place of Megatron's schedule.
     """
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-        model = unwrap(chunk)
-        wait_for(chunk, model.decomposed_weights)
-        model.begin_step()
-    optimizer.zero_grad()
-    losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
+
+    def begin() -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            model = unwrap(chunk)
+            wait_for(chunk, model.decomposed_weights)
+            model.begin_step()
+        optimizer.zero_grad()
+
+    begin()
+    if graph is not None and graph.holds_this_step:
+        (iterator,) = iterators
+        losses = graph.run(iterator, num_microbatches, _forward_step, begin)
+    else:
+        losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
     loss, auxiliary, ahead, flags = _world_loss(
         losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed)
     )

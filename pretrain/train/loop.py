@@ -90,6 +90,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
             stop_requested=stop_requested,
             save_votes=run.saver.votes,
             judge=partial(find_spike, config.health.spikes, run.state.recent),
+            graph=run.graph,
         )
     run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)

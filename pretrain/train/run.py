@@ -31,6 +31,7 @@ from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import StoredTables, stored_tables_of
@@ -57,6 +58,7 @@ class Run:
         flops_per_token: of training, for the metrics.
         last_saved_step: step of the newest checkpoint, or of the one that is being written, or None.
         saver: writes the checkpoints.
+        graph: of a microbatch (`train.cuda_graph`).
     """
 
     config: RunConfig
@@ -71,6 +73,7 @@ class Run:
     flops_per_token: float
     last_saved_step: int | None = None
     saver: Saver = field(default_factory=Saver)
+    graph: MicrobatchGraph | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -199,6 +202,7 @@ def open_run(
         optimizer=build_optimizer(config, chunks, groups),
         state=state,
         flops_per_token=training_flops_per_token(model, train.sequence_length, trained),
+        graph=microbatch_graph(config, chunks, groups),
     )
     if saved is not None:
         with_moments = not resets_optimizer(config, saved)

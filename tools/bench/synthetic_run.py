@@ -15,6 +15,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.engine.build import build_chunks, unwrap, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.microbatch_graph import microbatch_graph
 from pretrain.engine.step import train_step
 from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import stored_tables_of
@@ -30,6 +31,7 @@ class SyntheticRun:
         assert vocab_size is not None, "nothing says how many token ids there are"
         self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), config, groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
+        self.graph = microbatch_graph(config, self.chunks, groups)
         self.data = RandomSamples(config.seed, config.train.sequence_length, vocab_size)
         self.stored = stored_tables_of(unwrap(chunk) for chunk in self.chunks)
         self._reads = StepReads(self.data, [unwrap(chunk) for chunk in self.chunks], groups)
@@ -73,6 +75,7 @@ class SyntheticRun:
                 num_microbatches=size // (train.micro_batch_size * self.groups.data_size),
                 micro_batch_size=train.micro_batch_size,
                 sequence_length=train.sequence_length,
+                graph=self.graph,
             )
         self._steps_taken += 1
 

@@ -16,6 +16,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.engine.build import build_chunks, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.microbatch_graph import microbatch_graph
 from pretrain.engine.session import session
 from pretrain.engine.step import train_step
 from pretrain.train.loop import seed_step
@@ -97,6 +98,7 @@ def train(config: RunConfig, groups: ParallelGroups) -> Observed:
         )
         for _ in chunks
     ]
+    graph = microbatch_graph(config, chunks, groups)
     losses, norms, seconds = [], [], []
     for step in range(settings.num_steps):
         started = time.perf_counter()
@@ -110,6 +112,7 @@ def train(config: RunConfig, groups: ParallelGroups) -> Observed:
             num_microbatches=settings.global_batch_size // (settings.micro_batch_size * groups.data_size),
             micro_batch_size=settings.micro_batch_size,
             sequence_length=settings.sequence_length,
+            graph=graph,
         )
         # A step ends with a host sync (the loss), so the clock has seen all of its work.
         seconds.append(time.perf_counter() - started)
