@@ -25,7 +25,7 @@ def without_overlap(config: RunConfig) -> RunConfig:
 
 
 def _obstacles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """What stands there, why a graph cannot hold it, and what to set instead."""
+    """Parts of a run, each with why a graph cannot hold it, and what to set instead."""
     layout, model, optimizer, train = config.parallel, config.model, config.optimizer, config.train
     for axis in ("tensor", "pipeline", "context", "memory"):
         if (size := getattr(layout, axis)) > 1:

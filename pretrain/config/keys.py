@@ -155,7 +155,6 @@ _OF_MEMORY = (
     "parallel.memory_rows",
     "parallel.overlap_memory",
     "parallel.gradient_sm_share",
-    "train.kernels",
     "logging.memory_every_steps",
     "optimizer.value_weight_decay",
     "optimizer.value_clip_grad",

@@ -15,10 +15,13 @@ from test_traffic import sent_bytes
 from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
 from parallel.ranks import RankEnvironment
+from pretrain.config.graphs import without_overlap
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_unset_chunks
+from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.session import relaid, session
 from pretrain.engine.table_gradients import make_gradient_stream
+from pretrain.errors import ConfigError
 from pretrain.train.loop import take_step
 
 LAYOUTS, STAND_INS = Table(), Table()
@@ -235,6 +238,18 @@ def _(base: Subject, second: Subject) -> None:
         assert stream.call_count == num_streams
         assert [call.kwargs for call in create.call_args_list] == contexts
         assert made._stream is (create.return_value.Stream.return_value if contexts else stream.return_value)
+
+
+@STAND_INS.key("train.cuda_graph", "microbatch")
+def _(base: Subject, second: Subject) -> None:
+    """The passes of a microbatch are a graph on a GPU, beside which nothing is reduced or gathered; a CPU has none."""
+    for subject, has_graph in ((base, False), (second, True)):
+        groups = replace(subject.groups, device=torch.device("cuda", 0))
+        assert isinstance(microbatch_graph(subject.config, [MagicMock()], groups), MicrobatchGraph) == has_graph
+        layout = without_overlap(subject.config).parallel
+        assert (layout.overlap_grad_reduce, layout.overlap_param_gather) == (not has_graph, not has_graph)
+    with pytest.raises(ConfigError, match=r"train\.cuda_graph is microbatch, which needs an NVIDIA GPU"):
+        microbatch_graph(second.config, [MagicMock()], second.groups)
 
 
 @STAND_INS.key("parallel.timeout_minutes", 7.0)

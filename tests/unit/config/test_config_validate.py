@@ -187,6 +187,60 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
             None,
             "optimizer.warmup_steps 101 need 101 steps, but train.num_steps is 100: shorten them or train longer",
         ),
+        # graphs
+        *(
+            (
+                {"train.cuda_graph": "microbatch", **settings},
+                None,
+                f"train.cuda_graph is microbatch, and {problem}, or use train.cuda_graph: none",
+            )
+            for settings, problem in (
+                (
+                    {"parallel.tensor": 2},
+                    "parallel.tensor is 2, so that a microbatch has messages between ranks: use parallel.tensor: 1",
+                ),
+                (
+                    {"model.memory": {}, "parallel.memory": 2},
+                    "parallel.memory is 2, so that a microbatch has messages between ranks: use parallel.memory: 1",
+                ),
+                (
+                    {"data.documents": "separate"},
+                    "data.documents is separate, whose bounds are read on the host: use data.documents: joined",
+                ),
+                (
+                    {"train.recompute": "full"},
+                    "train.recompute is full, which restores states of random numbers on the host: use train.recompute: none",
+                ),
+                (
+                    {"model.memory": {}, "train.kernels": "torch"},
+                    "train.kernels is torch, whose sums by index may wait for the host: use train.kernels: auto",
+                ),
+                (
+                    {"model.moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 16}},
+                    "model.moe is set, whose experts' numbers of tokens are read on the host: use a dense feed-forward",
+                ),
+                (
+                    {
+                        "model.memory": {},
+                        "optimizer.tables": "row_wise",
+                        "optimizer.table_gradients": "rows",
+                        "optimizer.value_weight_decay": 0.0,
+                    },
+                    "optimizer.table_gradients is rows, whose number is another one for every microbatch: use "
+                    "optimizer.table_gradients: dense",
+                ),
+                (
+                    {
+                        "model.memory": {},
+                        "optimizer.tables": "row_wise",
+                        "optimizer.table_gradients": "dense",
+                        "optimizer.table_gradient_dtype": "bf16",
+                    },
+                    "optimizer.table_gradient_dtype is bf16, whose roundings are numbered on the host: use "
+                    "optimizer.table_gradient_dtype: fp32",
+                ),
+            )
+        ),
         # data
         (
             {"data.datasets": [{"path": ""}]},

@@ -60,6 +60,10 @@ def _tiles_of_heads(launch: Launch, reads: Reads | None) -> float:
     return float(max(1.0, rows / 2 / values["ROWS"] / launch.grid[0]))
 
 
+def _blocks_of_entries(launch: Launch, reads: Reads | None) -> float:
+    return float(math.ceil(launch.values["K"] / launch.values["BLOCK"]))
+
+
 def _steps_of_runs(launch: Launch, reads: Reads | None) -> float:
     assert reads is not None
     values = launch.values
@@ -164,6 +168,7 @@ _KNOWN: dict[tuple[str, str], Callable[[Launch, Reads | None], float]] = {
         "for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0))",
     ): _tiles_of_rows,
     ("_turn_back", "for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0))"): _tiles_of_heads,
+    ("sum_of_equal_keys_kernel", "for first in range(0, K, BLOCK)"): _blocks_of_entries,
     ("gather_sum_kernel", "for start in range(0, J, ENTRIES)"): _chunks_of_reads,
     ("gather_dot_kernel", "for start in range(0, PER_GROUP, COLUMNS)"): _chunks_of_columns,
     ("segment_accumulate_kernel", "for start in range(0, tl.max(length) + 1, AHEAD)"): _steps_of_runs,

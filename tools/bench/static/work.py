@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from kernels.common.device_bytes import SECTOR_BYTES
 from kernels.common.ids import bytes_per_id
 from kernels.common.rounding import Rounding
 from kernels.common.tables import row_dtype
@@ -135,6 +136,13 @@ def _backbone(config: RunConfig, tokens: int) -> list[Call]:
     of_heads = _empty(tokens * (groups * per_group + groups) if model.qk_norm else 0, dtype=torch.float32)
     turning = recorded(lambda: launcher(heads._rotated_heads)(query, key, turns, *gains, model.norm_epsilon))
     turning_back = recorded(lambda: launcher(heads._gradients)(*turned, query, key, turns, *gains, of_heads))
+    from kernels.swiglu import triton_op as activation
+
+    halves = _empty(tokens, 2 * max(1, model.ffn_hidden_size // tensor), dtype=dtype)
+    active = _empty(tokens, halves.shape[1] // 2, dtype=dtype)
+    activated = recorded(lambda: launcher(activation.swiglu)(halves))
+    of_halves = recorded(lambda: launcher(activation._gradient)(halves, active))
+    wide, narrow = Access(_bytes(halves)), Access(_bytes(active))
     row, both, table = Access(_bytes(x)), Access(_bytes(query) + _bytes(key)), Access(_bytes(turns) // 2)
     again = [both] if model.qk_norm else []
     return [
@@ -142,6 +150,8 @@ def _backbone(config: RunConfig, tokens: int) -> list[Call]:
         Call("rms_norm, gradients", None, False, tuple(of_normed), (row, row, row, Access(_bytes(scales))), None),
         Call("rotated_heads", None, True, tuple(turning), (both, both, table, Access(_bytes(of_heads))), None),
         Call("rotated_heads, gradients", None, False, tuple(turning_back), (both, both, *again, table), None),
+        Call("swiglu", None, True, tuple(activated), (wide, narrow), None),
+        Call("swiglu, gradients", None, False, tuple(of_halves), (wide, wide, narrow), None),
     ]
 
 
@@ -169,7 +179,35 @@ def _selection(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Cal
     else:
         return []
     ids = 2 * 8 * tokens * heads * (memory.row_top_k + memory.top_k)
-    return [Call(op, TimePart.MEMORY_SELECTION, True, tuple(launches), (Access(_bytes(scores)), Access(ids)), None)]
+    selected = Call(op, TimePart.MEMORY_SELECTION, True, tuple(launches), (Access(_bytes(scores)), Access(ids)), None)
+    return [selected, *(_kept_scores(memory, scores) if isinstance(memory, TuckerConfig) else [])]
+
+
+def _kept_scores(memory: TuckerConfig, scores: Tensor) -> list[Call]:
+    """Scores of what is kept, of products [2, R, T, H, N], and their gradients."""
+    from kernels.tucker_scores import triton_op as tucker
+
+    tokens, heads, rank = scores.shape[2], memory.num_heads, memory.tucker_rank
+    cores = _empty(memory.num_cores, heads, rank, rank, dtype=torch.float32)
+    entries, read = _empty(2, tokens, heads, memory.top_k), scores.permute(0, 2, 3, 4, 1)
+    kept = _empty(2, rank, tokens, heads, memory.top_k, dtype=scores.dtype)
+    out = _empty(tokens, heads, memory.top_k, memory.num_cores, dtype=torch.float32)
+    where = list(read.shape), list(read.stride())
+    forward = recorded(lambda: launcher(tucker._scores)(read, cores, entries))
+    backward = recorded(lambda: launcher(tucker._gradients)(kept, cores, entries, out, *where))
+    sectors = Access(SECTOR_BYTES * kept.numel())
+    ids, results, copies = Access(_bytes(entries)), Access(_bytes(out)), Access(_bytes(kept))
+    return [
+        Call("tucker_scores", None, True, tuple(forward), (ids, sectors, copies, results), None),
+        Call(
+            "tucker_scores, gradients",
+            None,
+            False,
+            tuple(backward),
+            (ids, copies, results, Access(_bytes(scores)), sectors),
+            None,
+        ),
+    ]
 
 
 def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]:
