@@ -185,8 +185,6 @@ def test_ids_of_32_bits_are_all_that_a_lookup_moves_of_ids(clean: Any) -> None:
         "sort": 4 + 4 + 8,
         "searchsorted": 2 * 4,
         "triton_segment_accumulate": 2 * (4 + 8),
-        # Rows' and columns' numbers of the rank's own entries: with two ranks as many as all entries.
-        "gather": 8,
     }
 
 

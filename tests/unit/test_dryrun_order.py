@@ -266,7 +266,7 @@ def copies_that_wait_for_nobody(*, first: bool) -> Plant:
 
 RUNS: tuple[tuple[RunConfig, int, tuple[tuple[str, Plant, str, str], ...]], ...] = (
     (ALONE, 2, (
-        ("a wait left out before the memory", start(waits=False), "megamem/layers/tucker.py", "megamem/backbone/norm.py"),
+        ("a wait left out before the memory", start(waits=False), "megamem/layers/tucker.py", "triton_rms_norm"),
     )),
     (OF_FOUR, 4, (
         ("a wait left out behind the memory", start(joins=False), "megamem/block.py", "megamem/layers/tucker.py"),

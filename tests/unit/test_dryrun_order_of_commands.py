@@ -153,7 +153,7 @@ def collectives_without_a_wait(name: str, module: str) -> Iterator[None]:
 RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
     (ALONE, (
         ("evaluation: a wait left out before the memory", only_in("evaluation", start(waits=False)),
-         "megamem/layers/tucker.py", "megamem/backbone/norm.py"),
+         "megamem/layers/tucker.py", "triton_rms_norm"),
         ("evaluation: a loss read before it came", only_in("evaluation", a_loss_read_before_it_came),
          "clone reads on the host", "a copy to the host"),
         ("saving: an item written before it came", only_in("saving", a_save_that_waits_for_nobody),
