@@ -567,7 +567,16 @@ def kernels_of(subject: Subject) -> set[str]:
     return called
 
 
-_FORWARD = ("gather_dot", "gather_sum", "rms_norm", "rotated_heads", "shuffled_rows", "swiglu", "tucker_scores", "tucker_topk")
+_FORWARD = (
+    "gather_dot",
+    "gather_sum",
+    "rms_norm",
+    "rotated_heads",
+    "shuffled_rows",
+    "swiglu",
+    "tucker_scores",
+    "tucker_topk",
+)
 
 
 @TRAINING.key("train.kernels", "naive")
