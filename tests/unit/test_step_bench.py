@@ -17,6 +17,7 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.step import Part, part_costs
 from pretrain.planning.costs.timing import TimePart, step_time
+from tools.bench.device_activity import DeviceActivity, Work
 from tools.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
 from tools.bench.step_profile import StepTimes, turns
 from tools.bench.timeline import Range, RangeTimes
@@ -183,3 +184,34 @@ def test_options_that_cannot_work_are_refused(words: list[str], message: str) ->
     args = build_parser().parse_args(["bench", *words])
     with pytest.raises(ConfigError, match=re.escape(message)):
         args.func(args)
+
+
+def test_busy_seconds_count_what_runs_side_by_side_once() -> None:
+    work = [Work("b", 2.0, 3.0), Work("a", 0.0, 1.0), Work("a", 0.5, 1.5), Work("c", 0.6, 0.7)]
+    activity = DeviceActivity.of(work)
+    assert activity.busy_s == pytest.approx(2.5)
+    assert activity.num_kernels == 4
+    assert [(name, number) for name, _, number in activity.by_name] == [("a", 2), ("b", 1), ("c", 1)]
+    first, *names = activity.lines(5.0)
+    assert (
+        first
+        == "  the device is busy for 2500.00 ms, idle for 50% of the step: 4 kernels, 1250000.0 us of the step for each"
+    )
+    assert names[0].split() == ["2000.00", "ms", "80.0%", "2", "a"]
+
+
+def test_names_beyond_the_first_are_one_line() -> None:
+    activity = DeviceActivity.of(Work(f"k{n}", float(n), n + 0.5) for n in range(23))
+    *_, last = activity.lines(23.0)
+    assert last.split() == ["1500.00", "ms", "13.0%", "3", "3", "other", "names"]
+
+
+def test_a_step_without_a_gpu_has_no_activity() -> None:
+    contender = Contender(config_of("quickstart.yaml", "model.vocab_size=64"))
+    marked = RangeTimes({Range("forward", ""): 1.0}, num_steps=1)
+    text = "\n".join(config_lines("m", contender, StepTimes([0.5], marked), 1, None))
+    assert "the device is busy" not in text
+    with_one = StepTimes([0.5], marked, [DeviceActivity.of([Work("a", 0.0, 0.25)])])
+    assert "the device is busy for 250.00 ms, idle for 50% of the step: 1 kernels" in "\n".join(
+        config_lines("m", contender, with_one, 1, None)
+    )

@@ -168,6 +168,8 @@ def config_lines(
         f"  step {step_s * 1e3:.2f} ms ({min(result.step_s) * 1e3:.2f} .. {max(result.step_s) * 1e3:.2f}), "
         f"{tokens / step_s:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank, {mfu}"
     )
+    for activity in result.activity:
+        yield from activity.lines(step_s)
     yield from _phase_lines(result.marked, step_s)
     if model.memory is not None:
         yield from _memory_lines(result.marked, part_costs(config, num_ranks))

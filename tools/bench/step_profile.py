@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.session import relaid
 from pretrain.planning.costs.step import Part
+from tools.bench.device_activity import DeviceActivity, device_activity
 from tools.bench.synthetic_run import SyntheticRun
 from tools.bench.timeline import RangeTimes, Timeline
 
@@ -84,10 +85,12 @@ class StepTimes:
     Attributes:
         step_s: seconds per step without marks, one figure per round.
         marked: the steps with marks, of all rounds, on this rank.
+        activity: of this rank's GPU in one step without marks; none on a CPU.
     """
 
     step_s: list[float]
     marked: RangeTimes
+    activity: list[DeviceActivity] = field(default_factory=list)
 
 
 def turns(configs: Mapping[str, RunConfig], *, alone: bool = False) -> list[dict[str, RunConfig]]:
@@ -147,7 +150,9 @@ def measure_steps(
             if with_marks:
                 barrier()
                 of_run.marked.add(profiled_steps(run.chunks, run.optimizer, timeline, run.step, steps))
-    for run in runs:
+    for run, of_run in zip(runs, times, strict=True):
+        if with_marks and torch.cuda.is_initialized():
+            of_run.activity.append(device_activity(run.step))
         run.cut_graphs()
     return times
 

@@ -150,6 +150,7 @@ def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
             "kernels of PyTorch": ["train.kernels=torch"],
             "recomputed": ["train.recompute=full"],
             "tables stepped on the host": ["optimizer.value_offload=cpu"],
+            "a graph of a microbatch": ["train.cuda_graph=microbatch"],
         }.items():
             yield Trial(f"{on_gpu}, {what}", with_keys(config, *keys), like=on_gpu, tolerance=tolerance)
         by_row = with_keys(config, "optimizer.tables=row_wise")
