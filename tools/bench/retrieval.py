@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.select import Kernels, implementation_of
 from kernels.tucker_topk.op import gather_keys
+from megamem.layers.key_products import key_products
 
 SCORES = "key scores"
 
@@ -82,7 +83,7 @@ def contenders(
     unordered = _unordered_tucker if case.rank else _unordered_product
 
     def products() -> Tensor:
-        return torch.bmm(queries, keys)
+        return key_products(queries, keys)
 
     def scores() -> Tensor:
         wide = products() if case.rank and device.type == "cuda" else products().float()
