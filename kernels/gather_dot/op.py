@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import own_rows, token_slices, vectors_of_entries
 from kernels.common.table_scale import of_scaled
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
@@ -81,7 +82,7 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
     return out.masked_fill_(~own.unsqueeze(2), 0)
 
 
-@torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())
+@custom_op("cpu_gather_dot", empty_result)
 def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """The same in C++, as a custom op: `torch.compile` takes it as it is."""
     ids = cpp.ids_in(table, ids)
@@ -92,6 +93,3 @@ def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, b
     sizes = (*ids.shape, num_groups, width, x.shape[1] // width, table.shape[0])
     cpp.call("gather_dot", "gather_dot", types, table, ids, x, bins, out, *sizes)
     return out.to(dtype)
-
-
-cpu_gather_dot.register_fake(empty_result)

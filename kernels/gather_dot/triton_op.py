@@ -7,12 +7,12 @@ Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A p
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tables import check_contiguous
 from kernels.common.tiles import gather_tile
 from kernels.gather_dot.op import empty_result
@@ -70,7 +70,7 @@ def gather_dot_kernel(
     tl.store(out + entry * C + group, products.to(out.dtype.element_ty), mask=present)
 
 
-@torch.library.custom_op("megamem::triton_gather_dot", mutates_args=())
+@custom_op("triton_gather_dot", empty_result)
 def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     check_contiguous(table)
@@ -99,6 +99,3 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
             num_warps=tile.num_warps,
         )
     return out
-
-
-gather_dot.register_fake(empty_result)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import own_rows
 from kernels.common.table_scale import of_scaled
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
@@ -110,7 +111,7 @@ def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tu
     return ids.gather(1, order), coef, before.unsqueeze(1) + first.view(num_tokens, num_groups, 1)
 
 
-@torch.library.custom_op("megamem::cpu_gather_sum", mutates_args=())
+@custom_op("cpu_gather_sum", empty_result)
 def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
     """The same in C++, as a custom op: `torch.compile` takes it as it is."""
     ids = cpp.ids_in(table, ids)
@@ -120,6 +121,3 @@ def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None
     sizes = (*coef.shape, table.shape[1], num_bins, table.shape[0])
     cpp.call("gather_sum", "gather_sum", types, table, ids, coef, bins, out, *sizes)
     return out
-
-
-cpu_gather_sum.register_fake(empty_result)

@@ -8,12 +8,12 @@ sum.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tables import check_contiguous
 from kernels.common.tiles import sum_tile
 from kernels.gather_sum.op import empty_result
@@ -101,7 +101,7 @@ def gather_sum_kernel(
     tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total, mask=in_row)
 
 
-@torch.library.custom_op("megamem::triton_gather_sum", mutates_args=())
+@custom_op("triton_gather_sum", empty_result)
 def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
     """The function of `kernels.gather_sum.naive.gather_sum`, without gradients."""
     check_contiguous(table)
@@ -131,6 +131,3 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
             num_warps=tile.num_warps,
         )
     return out
-
-
-gather_sum.register_fake(empty_result)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import token_slices
 from kernels.list_topk.naive import check_top_k
 from kernels.list_topk.op import torch_list_topk
@@ -35,7 +36,7 @@ def empty_result(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)
 
 
-@torch.library.custom_op("megamem::torch_product_topk", mutates_args=())
+@custom_op("torch_product_topk", empty_result)
 def torch_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The function of `kernels.product_topk.naive.product_topk`."""
     num_tokens, num_heads = row_scores.shape[:2]
@@ -50,10 +51,7 @@ def torch_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int
     return torch.stack((row_ids, column_ids)), retrieved
 
 
-torch_product_topk.register_fake(empty_result)
-
-
-@torch.library.custom_op("megamem::cpu_product_topk", mutates_args=())
+@custom_op("cpu_product_topk", empty_result)
 def cpu_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The function of `kernels.product_topk.naive.product_topk`."""
     num_tokens, num_heads, num_keys = row_scores.shape
@@ -67,9 +65,6 @@ def cpu_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, 
         *(num_tokens * num_heads, num_heads, num_keys, row_top_k, top_k),
     )
     return stage_ids, retrieved
-
-
-cpu_product_topk.register_fake(empty_result)
 
 
 def candidate_places(row_top_k: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:

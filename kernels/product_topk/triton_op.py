@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.ops import custom_op
 from kernels.list_topk.triton_op import PADDING, collect_best, ordered_key, select_in_two_stages
 from kernels.product_topk.op import empty_result
 
@@ -64,7 +64,7 @@ def collect_sums_kernel(
     collect_best(keys, a * ROW_TOP_K + b, scratch + program.to(tl.int64) * CAPACITY, TOP_K, CAPACITY)
 
 
-@torch.library.custom_op("megamem::triton_product_topk", mutates_args=())
+@custom_op("triton_product_topk", empty_result)
 def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The function of `kernels.product_topk.naive.product_topk`, to the bit; raises as `select_in_two_stages` does."""
     width = max(16, triton.next_power_of_2(row_top_k))
@@ -90,6 +90,3 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     return select_in_two_stages(
         row_scores, column_scores, None, row_top_k, top_k, num_candidates=2 * strip * width, collect=collect
     )
-
-
-product_topk.register_fake(empty_result)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tiles import MAX_NORM_COLUMNS, gain_programs, norm_tile
 from kernels.rms_norm.op import empty_result, torch_rms_norm
 
@@ -123,7 +124,7 @@ def _empty(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return empty_result(x, gain, epsilon), x.new_empty(x.shape[:-1], dtype=wide)
 
 
-@torch.library.custom_op("megamem::triton_rms_norm", mutates_args=())
+@custom_op("triton_rms_norm", _empty)
 def _rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The norm, and a scale for each row."""
     out, scales = _empty(x, gain, epsilon)
@@ -146,16 +147,13 @@ def _rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-_rms_norm.register_fake(_empty)
-
-
 def _empty_gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     programs = gain_programs(-(-scales.numel() // norm_tile(width).entries))
     return x.new_empty(x.shape), scales.new_empty(programs, width)
 
 
-@torch.library.custom_op("megamem::triton_rms_norm_gradients", mutates_args=())
+@custom_op("triton_rms_norm_gradients", _empty_gradients)
 def _gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x`, and of the gain [P, D], yet to be added up."""
     gradient, of_gain = _empty_gradients(grad, x, gain, scales)
@@ -177,9 +175,6 @@ def _gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[T
                 num_warps=tile.num_warps,
             )
     return gradient, of_gain
-
-
-_gradients.register_fake(_empty_gradients)
 
 
 class _RmsNorm(torch.autograd.Function):

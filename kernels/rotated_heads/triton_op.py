@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tiles import gain_programs, heads_tile
 from kernels.rotated_heads.op import empty_result
 
@@ -345,7 +346,7 @@ def _empty(
     return *empty_result(query, key, turns, query_gain, key_gain, epsilon), query.new_empty(num_scales, dtype=wide)
 
 
-@torch.library.custom_op("megamem::triton_rotated_heads", mutates_args=(), schema=SCHEMA)
+@custom_op("triton_rotated_heads", _empty, schema=SCHEMA)
 def _rotated_heads(
     query: Tensor,
     key: Tensor,
@@ -381,9 +382,6 @@ def _rotated_heads(
     return turned_query, turned_key, scales
 
 
-_rotated_heads.register_fake(_empty)
-
-
 def _empty_gradients(
     of_query: Tensor,
     of_key: Tensor,
@@ -405,12 +403,7 @@ def _programs(query: Tensor, key: Tensor, turns: Tensor) -> int:
     return gain_programs(-(-query.numel() // rows) - (-key.numel() // rows))
 
 
-@torch.library.custom_op(
-    "megamem::triton_rotated_heads_gradients",
-    mutates_args=(),
-    schema="(Tensor of_query, Tensor of_key, Tensor query, Tensor key, Tensor turns, Tensor? query_gain, "
-    "Tensor? key_gain, Tensor scales) -> (Tensor, Tensor, Tensor)",
-)
+@custom_op("triton_rotated_heads_gradients", _empty_gradients)
 def _gradients(
     of_query: Tensor,
     of_key: Tensor,
@@ -451,9 +444,6 @@ def _gradients(
     return empty
 
 
-_gradients.register_fake(_empty_gradients)
-
-
 class _RotatedHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -474,11 +464,12 @@ class _RotatedHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_query, of_key = grads
         query, key, turns, query_gain, key_gain, scales = ctx.saved_tensors
         if query_gain is None:
-            of_query, of_key, _ = _gradients(*grads, *grads, turns, None, None, scales)
+            of_query, of_key, _ = _gradients(of_query, of_key, of_query, of_key, turns, None, None, scales)
             return of_query, of_key, None, None, None, None
-        of_query, of_key, of_gains = _gradients(*grads, query, key, turns, query_gain, key_gain, scales)
+        of_query, of_key, of_gains = _gradients(of_query, of_key, query, key, turns, query_gain, key_gain, scales)
         of_query_gain, of_key_gain = of_gains.sum(0).to(query_gain.dtype).unbind(0)
         return of_query, of_key, None, of_query_gain, of_key_gain, None
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import token_slices
 
 NUM_SUMS = 32
@@ -45,13 +46,10 @@ def torch_row_squares(gradient: Tensor) -> Tensor:
     return squares
 
 
-@torch.library.custom_op("megamem::cpu_row_squares", mutates_args=())
+@custom_op("cpu_row_squares", empty_result)
 def cpu_row_squares(gradient: Tensor) -> Tensor:
     """The same in C++, as a custom op: `torch.compile` takes it as it is."""
     types, gradient = cpp.types_of(gradient, gradient)
     squares = empty_result(gradient)
     cpp.call("row_squares", "row_squares", types, gradient, squares, *gradient.shape)
     return squares
-
-
-cpu_row_squares.register_fake(empty_result)

@@ -7,12 +7,12 @@ Legend: N rows, W columns.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of
+from kernels.common.ops import custom_op
 from kernels.common.tables import check_contiguous
 from kernels.row_squares.op import NUM_SUMS, empty_result
 
@@ -40,7 +40,7 @@ def row_squares_kernel(
 _ROWS = 32
 
 
-@torch.library.custom_op("megamem::triton_row_squares", mutates_args=())
+@custom_op("triton_row_squares", empty_result)
 def _row_squares(gradient: Tensor) -> Tensor:
     num_rows, width = gradient.shape
     squares = empty_result(gradient)
@@ -59,9 +59,6 @@ def _row_squares(gradient: Tensor) -> Tensor:
                 enable_fp_fusion=False,
             )
     return squares
-
-
-_row_squares.register_fake(empty_result)
 
 
 def row_squares(gradient: Tensor) -> Tensor:

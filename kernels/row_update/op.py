@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.rounding import Rounding, round_stochastically
 from kernels.common.slices import token_slices
 from kernels.common.tables import check_contiguous
@@ -110,7 +111,7 @@ def _in_fp32(number: float) -> float:
     return ctypes.c_float(number).value
 
 
-@torch.library.custom_op("megamem::cpu_row_update", mutates_args=("weights",), schema=SCHEMA)
+@custom_op("cpu_row_update", mutates=("weights",), schema=SCHEMA)
 def _in_cpp(*operands: Any) -> None:
     weights, gradient, factors, keep, rounding, rows, numbers = operands
     types, gradient = cpp.types_of(weights, gradient)
@@ -118,11 +119,6 @@ def _in_cpp(*operands: Any) -> None:
     (bits,) = struct.unpack("i", struct.pack("f", keep))
     tensors = (weights, gradient, factors, rows, rows if numbers is None else numbers)
     cpp.call("row_update", "row_update", types, *tensors, *gradient.shape, bits, *(rounding or (0, 0, 0)))
-
-
-@_in_cpp.register_fake
-def _(*operands: Any) -> None:
-    return None
 
 
 cpu_row_update = from_custom_op(_in_cpp)

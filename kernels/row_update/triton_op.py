@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from kernels.common.launch import on_device_of
+from kernels.common.ops import custom_op
 from kernels.common.rounding_triton import round_stochastically
 from kernels.common.tiles import update_tile
 from kernels.row_update.op import SCHEMA, from_custom_op
@@ -56,7 +56,7 @@ def row_update_kernel(
     tl.store(weights + row * W + columns, updated, mask=moves)
 
 
-@torch.library.custom_op("megamem::triton_row_update", mutates_args=("weights",), schema=SCHEMA)
+@custom_op("triton_row_update", mutates=("weights",), schema=SCHEMA)
 def _row_update(*operands: Any) -> None:
     weights, gradient, factors, keep, rounding, rows, numbers = operands
     num, width = gradient.shape
@@ -81,11 +81,6 @@ def _row_update(*operands: Any) -> None:
             # Each product is rounded, as elsewhere.
             enable_fp_fusion=False,
         )
-
-
-@_row_update.register_fake
-def _(*operands: Any) -> None:
-    return None
 
 
 row_update = from_custom_op(_row_update)

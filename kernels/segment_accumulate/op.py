@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.rounding import Rounding, round_stochastically
 from kernels.common.row_gradient import distinct_rows
 from kernels.common.slices import own_rows, token_slices, vectors_of_entries
@@ -96,7 +97,12 @@ def _buckets(num_rows: int) -> tuple[int, int]:
     return ((num_rows - 1) >> shift) + 1, shift
 
 
-@torch.library.custom_op("megamem::cpu_bucket_order", mutates_args=())
+def _empty_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    num_buckets, _ = _buckets(num_rows)
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(num_buckets + 1, dtype=torch.int64)
+
+
+@custom_op("cpu_bucket_order", _empty_order)
 def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ids = cpp.in_32_bits(ids)
     num_buckets, shift = _buckets(num_rows)
@@ -106,13 +112,7 @@ def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return order, starts
 
 
-@_bucket_order.register_fake
-def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    num_buckets, _ = _buckets(num_rows)
-    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(num_buckets + 1, dtype=torch.int64)
-
-
-@torch.library.custom_op("megamem::cpu_segment_accumulate", mutates_args=("accumulator",))
+@custom_op("cpu_segment_accumulate", mutates=("accumulator",))
 def _accumulate_buckets(
     accumulator: Tensor,
     ids: Tensor,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.rounding import Rounding
 from kernels.common.rounding_triton import round_stochastically
 from kernels.common.tables import check_contiguous, row_dtype
@@ -233,7 +234,7 @@ def block_starts(sorted_rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return cuts, torch.where((begin < stop) & (begin == cuts[:-1]), numbers, 0)
 
 
-@torch.library.custom_op("megamem::triton_segment_accumulate", mutates_args=("accumulator",))
+@custom_op("triton_segment_accumulate", mutates=("accumulator",))
 def _segment_accumulate(
     accumulator: Tensor,
     sorted_rows: Tensor,
@@ -325,21 +326,6 @@ def _add_block_sums(
         )
         partials, stride = longer, stride * BLOCK
         before += stride
-
-
-@_segment_accumulate.register_fake
-def _(
-    accumulator: Tensor,
-    sorted_rows: Tensor,
-    order: Tensor,
-    cuts: Tensor,
-    numbers: Tensor,
-    coef: Tensor,
-    vec: Tensor,
-    bins: Tensor | None,
-    rounding: list[int],
-) -> None:
-    return None
 
 
 def segment_accumulate(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import token_slices
 from kernels.common.tables import row_dtype
 from kernels.shuffled_rows import naive
@@ -100,7 +101,7 @@ def torch_shuffled_rows(
     return rows.view(entries.shape), blocks.view(entries.shape) if with_blocks else None
 
 
-@torch.library.custom_op("megamem::cpu_shuffled_rows", mutates_args=(), schema=SCHEMA)
+@custom_op("cpu_shuffled_rows", empty_result, schema=SCHEMA)
 def _in_cpp(*operands: Any) -> tuple[Tensor, Tensor]:
     o = RowOperands(*operands)
     entries = o.entries.contiguous()
@@ -114,6 +115,5 @@ def _in_cpp(*operands: Any) -> tuple[Tensor, Tensor]:
     return rows, blocks
 
 
-_in_cpp.register_fake(empty_result)
 cpu_shuffled_rows = from_custom_op(_in_cpp)
 """The same in C++, as a custom op: `torch.compile` takes it as it is."""

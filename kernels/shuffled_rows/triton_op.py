@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of
+from kernels.common.ops import custom_op
 from kernels.shuffled_rows.op import SCHEMA, RowOperands, empty_result, from_custom_op, reciprocal
 
 
@@ -80,7 +80,7 @@ def shuffled_rows_kernel(
 _ENTRIES = 512
 
 
-@torch.library.custom_op("megamem::triton_shuffled_rows", mutates_args=(), schema=SCHEMA)
+@custom_op("triton_shuffled_rows", empty_result, schema=SCHEMA)
 def _shuffled_rows(*operands: Any) -> tuple[Tensor, Tensor]:
     o = RowOperands(*operands)
     entries = o.entries.contiguous()
@@ -107,6 +107,5 @@ def _shuffled_rows(*operands: Any) -> tuple[Tensor, Tensor]:
     return rows, blocks
 
 
-_shuffled_rows.register_fake(empty_result)
 shuffled_rows = from_custom_op(_shuffled_rows)
 """The function of `kernels.shuffled_rows.naive.shuffled_rows`."""

@@ -7,12 +7,12 @@ Legend: n tokens, V ids of this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tiles import logits_tile
 from kernels.softmax_gradient.op import empty_result
 
@@ -37,7 +37,7 @@ def softmax_gradient_kernel(
         tl.store(row + ids, gradient.to(logits.dtype.element_ty), mask=ids < V)
 
 
-@torch.library.custom_op("megamem::triton_softmax_gradient", mutates_args=("logits",))
+@custom_op("triton_softmax_gradient", mutates=("logits",))
 def _softmax_gradient(logits: Tensor, places: Tensor, top: Tensor, total: Tensor, scale: Tensor) -> None:
     num_tokens, num_ids = logits.shape
     if num_tokens:
@@ -52,11 +52,6 @@ def _softmax_gradient(logits: Tensor, places: Tensor, top: Tensor, total: Tensor
                 SUM=sum_dtype(logits),
                 num_warps=tile.num_warps,
             )
-
-
-@_softmax_gradient.register_fake
-def _(logits: Tensor, places: Tensor, top: Tensor, total: Tensor, scale: Tensor) -> None:
-    return None
 
 
 def softmax_gradient(logits: Tensor, places: Tensor, top: Tensor, total: Tensor, scale: Tensor) -> Tensor:

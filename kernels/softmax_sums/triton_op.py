@@ -8,12 +8,12 @@ Legend: n tokens, V ids of this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op
 from kernels.common.tiles import logits_tile
 from kernels.softmax_sums.op import empty_result
 
@@ -59,7 +59,7 @@ def softmax_sums_kernel(
     tl.store(of_target + token, target.to(SUM))
 
 
-@torch.library.custom_op("megamem::triton_softmax_sums", mutates_args=())
+@custom_op("triton_softmax_sums", empty_result)
 def softmax_sums(logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The function of `kernels.softmax_sums.naive.softmax_sums`, which leaves its logits as they are."""
     assert logits.is_contiguous()
@@ -79,6 +79,3 @@ def softmax_sums(logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor
                 num_warps=tile.num_warps,
             )
     return result
-
-
-softmax_sums.register_fake(empty_result)

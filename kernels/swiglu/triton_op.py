@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op, needs_gradient
 from kernels.common.tiles import columns_of
 from kernels.swiglu.op import empty_result
 
@@ -54,16 +56,40 @@ def _tile(num_rows, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return rows, columns, (rows < num_rows) & (columns < F)
 
 
-@torch.library.custom_op("megamem::triton_swiglu", mutates_args=())
 def swiglu(gate_and_up: Tensor) -> Tensor:
     """The function of `kernels.swiglu.naive.swiglu`, with its gradient."""
+    if not needs_gradient(gate_and_up):
+        return _swiglu(gate_and_up)
+    out: Tensor = _SwiGLU.apply(gate_and_up)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        return _swiglu(gate_and_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        return _gradient(gate_and_up, grads[0])
+
+
+@custom_op("triton_swiglu", empty_result)
+def _swiglu(gate_and_up: Tensor) -> Tensor:
     gate_and_up = gate_and_up.contiguous()
     out = empty_result(gate_and_up)
     _launch(swiglu_kernel, gate_and_up, out)
     return out
 
 
-@torch.library.custom_op("megamem::triton_swiglu_gradient", mutates_args=())
+def _empty_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(gate_and_up, memory_format=torch.contiguous_format)
+
+
+@custom_op("triton_swiglu_gradient", _empty_gradient)
 def _gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
     gate_and_up = gate_and_up.contiguous()
     out = torch.empty_like(gate_and_up)
@@ -85,16 +111,3 @@ def _launch(kernel: Any, gate_and_up: Tensor, *others: Tensor) -> None:
             WIDE=sum_dtype(gate_and_up),
             num_warps=4,
         )
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-    return _gradient(*ctx.saved_tensors, gradient)
-
-
-swiglu.register_fake(empty_result)
-_gradient.register_fake(lambda gate_and_up, gradient: torch.empty_like(gate_and_up))
-swiglu.register_autograd(_backward, setup_context=_keep)

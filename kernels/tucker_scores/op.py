@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op, needs_gradient
 from kernels.kept_scores import kept_of_both
 
 # As in cpu.cpp: lists that share a sum of the cores' gradients.
@@ -34,9 +36,8 @@ def torch_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tenso
     return torch.einsum("thkr,chrs,thks->thkc", rows, cores, columns)
 
 
-@torch.library.custom_op("megamem::cpu_tucker_scores", mutates_args=())
-def cpu_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
-    """The same in C++, as a custom op with gradients: `torch.compile` takes it as it is."""
+@custom_op("cpu_tucker_scores", empty_result)
+def _scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     lists, cores, entries = _operands(scores, cores, entries)
     out = empty_result(scores, cores, entries)
     sizes = _sizes(lists, cores, entries)
@@ -44,7 +45,12 @@ def cpu_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("megamem::cpu_tucker_scores_gradients", mutates_args=())
+def _empty_gradients(scores: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    lists, cores, _ = _operands(scores, cores, entries)
+    return torch.empty_like(lists).transpose(3, 4), torch.empty_like(cores)
+
+
+@custom_op("cpu_tucker_scores_gradients", _empty_gradients)
 def _gradients(scores: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     lists, cores, entries = _operands(scores, cores, entries)
     of_scores = torch.empty_like(lists)
@@ -54,12 +60,6 @@ def _gradients(scores: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor)
     sizes = _sizes(lists, cores, entries)
     cpp.call("tucker_scores", "tucker_scores_gradients", cpp.type_of_scores(lists), *tensors, *sizes)
     return of_scores.transpose(3, 4), of_cores.sum(0)
-
-
-@_gradients.register_fake
-def _(scores: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    lists, cores, _ = _operands(scores, cores, entries)
-    return torch.empty_like(lists).transpose(3, 4), torch.empty_like(cores)
 
 
 def _operands(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,13 +76,22 @@ def _sizes(lists: Tensor, cores: Tensor, entries: Tensor) -> tuple[int, ...]:
     return *lists.stride()[:4], *sizes
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+class _TuckerScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
+        ctx.save_for_backward(scores, cores, entries)
+        return _scores(scores, cores, entries)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        scores, cores, entries = ctx.saved_tensors
+        return *_gradients(scores, cores, entries, grads[0]), None
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_gradients(*ctx.saved_tensors, gradient), None
-
-
-cpu_tucker_scores.register_fake(empty_result)
-cpu_tucker_scores.register_autograd(_backward, setup_context=_keep)
+def cpu_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
+    """The same in C++, with gradients: `torch.compile` takes it as it is."""
+    if not needs_gradient(scores, cores):
+        return _scores(scores, cores, entries)
+    out: Tensor = _TuckerScores.apply(scores, cores, entries)
+    return out

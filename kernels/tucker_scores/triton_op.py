@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
+from kernels.common.ops import custom_op, needs_gradient
 from kernels.common.tiles import list_tile
 from kernels.tucker_scores.op import empty_result
 
@@ -169,11 +171,32 @@ def tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
 
     Backward keeps the scores of the entries, and not those of all keys.
     """
-    out: Tensor = _scores(scores, cores, entries)[0]
+    if not needs_gradient(scores, cores):
+        return _scores(scores, cores, entries)[0]
+    out: Tensor = _TuckerScores.apply(scores, cores, entries)
     return out
 
 
-@torch.library.custom_op("megamem::triton_tucker_scores", mutates_args=())
+class _TuckerScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
+        out, kept = _scores(scores, cores, entries)
+        ctx.save_for_backward(kept, cores, entries)
+        ctx.shape, ctx.strides = scores.shape, scores.stride()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        kept, cores, entries = ctx.saved_tensors
+        return *_gradients(kept, cores, entries, grads[0], ctx.shape, ctx.strides), None
+
+
+def _results(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_result(scores, cores, entries), scores.new_empty(2, cores.shape[3], *entries.shape[1:])
+
+
+@custom_op("triton_tucker_scores", _results)
 def _scores(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     cores, entries = cores.contiguous(), entries.contiguous()
     out, kept = _results(scores, cores, entries)
@@ -194,12 +217,14 @@ def _scores(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Ten
     return out, kept
 
 
-@_scores.register_fake
-def _results(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_result(scores, cores, entries), scores.new_empty(2, cores.shape[3], *entries.shape[1:])
+def _empty_gradients(
+    kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
+) -> tuple[Tensor, Tensor]:
+    of_scores = kept.new_empty_strided(shape, strides)
+    return of_scores, torch.empty_like(cores, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("megamem::triton_tucker_scores_gradients", mutates_args=())
+@custom_op("triton_tucker_scores_gradients", _empty_gradients)
 def _gradients(
     kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -233,25 +258,3 @@ def _gradients(
             num_warps=1,
         )
     return of_scores, of_cores.sum(0)
-
-
-@_gradients.register_fake
-def _(
-    kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
-) -> tuple[Tensor, Tensor]:
-    of_scores = kept.new_empty_strided(shape, strides)
-    return of_scores, torch.empty_like(cores, memory_format=torch.contiguous_format)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    scores, cores, entries = inputs
-    ctx.save_for_backward(output[1], cores, entries)
-    ctx.mark_non_differentiable(output[1])
-    ctx.shape, ctx.strides = list(scores.shape), list(scores.stride())
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
-    return *_gradients(*ctx.saved_tensors, gradient, ctx.shape, ctx.strides), None
-
-
-_scores.register_autograd(_backward, setup_context=_keep)

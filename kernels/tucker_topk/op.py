@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.ops import custom_op
 from kernels.common.slices import token_slices
 from kernels.list_topk.naive import check_top_k
 from kernels.list_topk.op import torch_list_topk
@@ -46,7 +47,7 @@ def empty_result(
     return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)
 
 
-@torch.library.custom_op("megamem::torch_tucker_topk", mutates_args=())
+@custom_op("torch_tucker_topk", empty_result)
 def torch_tucker_topk(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
@@ -62,10 +63,7 @@ def torch_tucker_topk(
     return torch.stack((row_ids, column_ids)), retrieved
 
 
-torch_tucker_topk.register_fake(empty_result)
-
-
-@torch.library.custom_op("megamem::cpu_tucker_topk", mutates_args=())
+@custom_op("cpu_tucker_topk", empty_result)
 def cpu_tucker_topk(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
@@ -85,9 +83,6 @@ def cpu_tucker_topk(
         *(num_tokens * num_heads, num_heads, num_keys, rank, row_top_k, top_k),
     )
     return stage_ids, retrieved
-
-
-cpu_tucker_topk.register_fake(empty_result)
 
 
 def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ WIDTH the power of two that holds M, Q the scratch row's capacity.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.ops import custom_op
 from kernels.list_topk.triton_op import PADDING, collect_best, num_warps, ordered_key, select_in_two_stages
 from kernels.tucker_topk.op import empty_result
 
@@ -83,7 +83,7 @@ def collect_grid_kernel(
     )
 
 
-@torch.library.custom_op("megamem::triton_tucker_topk", mutates_args=())
+@custom_op("triton_tucker_topk", empty_result)
 def tucker_topk(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,3 @@ def tucker_topk(
     return select_in_two_stages(
         row_scores, column_scores, directions, row_top_k, top_k, num_candidates=width**2, collect=collect
     )
-
-
-tucker_topk.register_fake(empty_result)

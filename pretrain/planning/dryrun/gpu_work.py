@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.common.device_bytes import SORTED_IN_PLACE
+from kernels.common.ops import body_of
 from pretrain.planning.dryrun.gpu import is_on_device
 
 # Compiled kernels, and the interpreted ones of tests.
@@ -64,7 +64,7 @@ class GpuWork(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "megamem" and "triton" in func._schema.name:
-            return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+            return body_of(func)(*args, **kwargs)
         formula = _SCRATCH.get(func.overloadpacket)
         if formula is None or not is_on_device(args[0]):
             return func(*args, **kwargs)

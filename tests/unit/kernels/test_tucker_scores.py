@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import TOLERANCE
 from kernels.select import implementation_of, select_kernels
-from kernels.tucker_scores import naive
+from kernels.tucker_scores import naive, op
 
 IMPLEMENTATIONS = [
     pytest.param(name, marks=pytest.mark.skipif(bool(unavailable(name, "cpu")), reason=str(unavailable(name, "cpu"))))
@@ -122,5 +122,5 @@ def test_the_gradient_lies_in_memory_as_the_scores_do() -> None:
 def test_the_operator_is_what_tracing_is_told() -> None:
     for layout in LAYOUTS:
         scores, cores, entries = draw(SHAPES[0], layout, torch.float32)
-        operands = (scores.requires_grad_(), cores.requires_grad_(), entries)
-        torch.library.opcheck(implementation_of("tucker_scores", "cpu"), operands)
+        torch.library.opcheck(op._scores, (scores, cores, entries))
+        torch.library.opcheck(op._gradients, (scores, cores, entries, op._scores(scores, cores, entries)))

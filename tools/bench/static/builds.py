@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.common.ops import body_of
 from pretrain.errors import ConfigError
 from tools.bench.static.sass import Code
 
@@ -98,7 +99,7 @@ def recorded(call: Callable[[], object]) -> list[Launch]:
 
 def launcher(op: Any) -> Any:
     """The function behind a custom op, which launches its kernels whatever device its tensors are on."""
-    return getattr(op, "_init_fn", op)
+    return body_of(op)
 
 
 def _refuse_interpreter() -> None:

@@ -140,7 +140,7 @@ def _backbone(config: RunConfig, tokens: int) -> list[Call]:
 
     halves = _empty(tokens, 2 * max(1, model.ffn_hidden_size // tensor), dtype=dtype)
     active = _empty(tokens, halves.shape[1] // 2, dtype=dtype)
-    activated = recorded(lambda: launcher(activation.swiglu)(halves))
+    activated = recorded(lambda: launcher(activation._swiglu)(halves))
     of_halves = recorded(lambda: launcher(activation._gradient)(halves, active))
     wide, narrow = Access(_bytes(halves)), Access(_bytes(active))
     row, both, table = Access(_bytes(x)), Access(_bytes(query) + _bytes(key)), Access(_bytes(turns) // 2)
