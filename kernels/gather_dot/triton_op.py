@@ -7,6 +7,10 @@ Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A p
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,27 +79,25 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
     """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     check_contiguous(table)
     tokens, reads = ids.shape
-    width = table.shape[1]
-    out = empty_result(table, ids, x, num_groups)
-    if out.numel() == 0:
-        return out
-    tile = gather_tile(width // num_groups, reads, tokens * num_groups)
-    ids, x = ids.contiguous(), x.contiguous()
-    with on_device_of(table):
-        gather_dot_kernel[(tokens, -(-reads // tile.entries), num_groups)](
-            table,
-            ids,
-            x,
-            ids if bins is None else bins.contiguous(),
-            out,
-            table.shape[0],
-            reads,
-            C=num_groups,
-            W=width,
-            B=1 if bins is None else x.shape[1] // width,
-            ENTRIES=tile.entries,
-            COLUMNS=tile.columns,
-            SUM=sum_dtype(table),
-            num_warps=tile.num_warps,
-        )
+    num_rows, width = table.shape
+    out = x.new_empty(tokens, reads, num_groups)
+    if out.numel():
+        num_bins = 1 if bins is None else x.shape[1] // width
+        grid, constants, num_warps = _plan(tokens, reads, num_groups, width, num_bins, table.dtype)
+        ids = ids.contiguous()
+        bins = ids if bins is None else bins.contiguous()
+        with on_device_of(table):
+            gather_dot_kernel[grid](
+                *(table, ids, x.contiguous(), bins, out, num_rows, reads), *constants, num_warps=num_warps
+            )
     return out
+
+
+@cache
+def _plan(
+    tokens: int, reads: int, groups: int, width: int, num_bins: int, dtype: torch.dtype
+) -> tuple[tuple[int, int, int], tuple[Any, ...], int]:
+    """The grid, the kernel's constants, and its warps."""
+    tile = gather_tile(width // groups, reads, tokens * groups)
+    constants = (groups, width, num_bins, tile.entries, tile.columns, sum_dtype(dtype))
+    return (tokens, -(-reads // tile.entries), groups), constants, tile.num_warps

@@ -8,6 +8,10 @@ sum.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,28 +110,26 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
     """The function of `kernels.gather_sum.naive.gather_sum`, without gradients."""
     check_contiguous(table)
     tokens, reads, groups = coef.shape
-    width = table.shape[1]
-    out = empty_result(table, ids, coef, bins, num_bins)
-    if out.numel() == 0:
-        return out
-    tile = sum_tile(width // groups, reads, tokens * groups * num_bins)
-    ids, coef = ids.contiguous(), coef.contiguous()
-    with on_device_of(table):
-        gather_sum_kernel[(tokens, num_bins * groups * tile.column_tiles(width // groups))](
-            table,
-            ids,
-            coef,
-            ids if bins is None else bins.contiguous(),
-            out,
-            table.shape[0],
-            reads,
-            C=groups,
-            W=width,
-            B=num_bins,
-            ENTRIES=tile.entries,
-            COLUMNS=tile.columns,
-            TILES=-(-reads // tile.entries),
-            SUM=sum_dtype(table),
-            num_warps=tile.num_warps,
-        )
+    num_rows, width = table.shape
+    out = table.new_empty(tokens, num_bins * width)
+    if out.numel():
+        grid, constants, num_warps = _plan(tokens, reads, groups, width, num_bins, table.dtype)
+        ids = ids.contiguous()
+        bins = ids if bins is None else bins.contiguous()
+        with on_device_of(table):
+            gather_sum_kernel[grid](
+                *(table, ids, coef.contiguous(), bins, out, num_rows, reads), *constants, num_warps=num_warps
+            )
     return out
+
+
+@cache
+def _plan(
+    tokens: int, reads: int, groups: int, width: int, num_bins: int, dtype: torch.dtype
+) -> tuple[tuple[int, int], tuple[Any, ...], int]:
+    """The grid, the kernel's constants, and its warps."""
+    tile = sum_tile(width // groups, reads, tokens * groups * num_bins)
+    grid = tokens, num_bins * groups * tile.column_tiles(width // groups)
+    num_tiles = -(-reads // tile.entries)
+    constants = (groups, width, num_bins, tile.entries, tile.columns, num_tiles, sum_dtype(dtype))
+    return grid, constants, tile.num_warps

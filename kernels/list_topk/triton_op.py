@@ -289,20 +289,13 @@ def select_in_two_stages(
     with on_device_of(row_scores):
         stage_ids = _best_of_both_sides(row_scores, column_scores, directions, row_top_k)
         retrieved = stage_ids.new_empty(*stage_ids.shape[:3], top_k)
-        num_lists, row_capacity = retrieved[0, :, :, 0].numel(), scratch_capacity(top_k)
+        num_lists, row_capacity = row_scores.shape[0] * row_scores.shape[1], scratch_capacity(top_k)
         if num_lists:
             scratch = stage_ids.new_empty(num_lists, row_capacity)
             collect(row_scores, column_scores, stage_ids, scratch)
             lists = _lists_per_program(row_capacity)
-            sort_candidates_kernel[(triton.cdiv(num_lists, lists),)](
-                scratch,
-                stage_ids,
-                retrieved,
-                num_lists,
-                ROW_TOP_K=row_top_k,
-                TOP_K=top_k,
-                LOG_CAPACITY=row_capacity.bit_length() - 1,
-                LISTS=lists,
+            sort_candidates_kernel[(-(-num_lists // lists),)](
+                *(scratch, stage_ids, retrieved, num_lists, row_top_k, top_k, row_capacity.bit_length() - 1, lists),
                 num_warps=4,
             )
     return stage_ids, retrieved
@@ -323,28 +316,18 @@ def _best_of_both_sides(
     warps = num_warps(num_entries)
     # Without directions, any tensors stand for them.
     u, v = directions or (row_scores, column_scores)
+    of_token, of_head, of_key, *of_rank = row_scores.stride()
     collect_lists_kernel[(num_tokens * num_heads, 2)](
-        row_scores,
-        column_scores,
-        u,
-        v,
-        scratch,
-        num_heads,
-        num_keys,
-        *row_scores.stride()[:3],
-        row_scores.stride(3) if directions else 0,
-        TOP_K=top_k,
-        CAPACITY=row_capacity,
-        RANK=row_scores.shape[3] if directions else 0,
-        ROWS=num_entries // (32 * warps),
-        WIDTH=32 * warps,
+        *(row_scores, column_scores, u, v, scratch, num_heads, num_keys),
+        *(of_token, of_head, of_key, of_rank[0] if directions else 0),
+        *(top_k, row_capacity, row_scores.shape[3] if directions else 0, num_entries // (32 * warps), 32 * warps),
         num_warps=warps,
         # The twin rounds products and sums one by one.
         enable_fp_fusion=False,
     )
     lists = _lists_per_program(row_capacity)
-    sort_lists_kernel[(triton.cdiv(num_lists, lists),)](
-        scratch, ids, num_lists, TOP_K=top_k, LOG_CAPACITY=row_capacity.bit_length() - 1, LISTS=lists, num_warps=4
+    sort_lists_kernel[(-(-num_lists // lists),)](
+        *(scratch, ids, num_lists, top_k, row_capacity.bit_length() - 1, lists), num_warps=4
     )
     return ids
 

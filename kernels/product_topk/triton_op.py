@@ -73,17 +73,8 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     def collect(row_scores: Tensor, column_scores: Tensor, stage_ids: Tensor, scratch: Tensor) -> None:
         num_lists, row_capacity = scratch.shape
         collect_sums_kernel[(num_lists,)](
-            row_scores,
-            column_scores,
-            stage_ids,
-            scratch,
-            row_scores.shape[1],
-            *row_scores.stride(),
-            ROW_TOP_K=row_top_k,
-            TOP_K=top_k,
-            CAPACITY=row_capacity,
-            STRIP=strip,
-            WIDTH=width,
+            *(row_scores, column_scores, stage_ids, scratch, row_scores.shape[1], *row_scores.stride()),
+            *(row_top_k, top_k, row_capacity, strip, width),
             num_warps=max(1, width // 32),
         )
 

@@ -7,6 +7,7 @@ Legend: D columns; P programs that add up the gain's gradient.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
-from kernels.common.ops import custom_op
+from kernels.common.ops import custom_op, needs_gradient
 from kernels.common.tiles import MAX_NORM_COLUMNS, gain_programs, norm_tile
-from kernels.rms_norm.op import empty_result, torch_rms_norm
+from kernels.rms_norm.op import torch_rms_norm
 
 
 @triton.jit
@@ -101,27 +102,43 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
     Others are copied, and so are rows whose columns are no neighbours.
     """
-    if x.is_contiguous():
-        return x, x.shape[-1], 0, 1
-    if x.stride(-1) == 1:
-        levels: list[tuple[int, int]] = []
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-            if size == 1:
-                continue
-            if levels and levels[-1][1] == size * stride:
-                levels[-1] = (levels[-1][0] * size, stride)
-            else:
-                levels.append((size, stride))
-        if len(levels) == 1:
-            return x, levels[0][1], 0, 1
-        if len(levels) == 2:
-            return x, levels[0][1], levels[1][1], levels[1][0]
-    return x.contiguous(), x.shape[-1], 0, 1
+    if not x.is_contiguous():
+        strides = _row_strides(x.shape, x.stride())
+        if strides is not None:
+            return x, *strides
+        x = x.contiguous()
+    return x, x.shape[-1], 0, 1
+
+
+@cache
+def _row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """The outer and the inner stride of rows, and rows at the inner one; None: they have more strides, or no whole rows."""
+    if strides[-1] != 1:
+        return None
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size == 1:
+            continue
+        if levels and levels[-1][1] == size * stride:
+            levels[-1] = (levels[-1][0] * size, stride)
+        else:
+            levels.append((size, stride))
+    if len(levels) == 1:
+        return levels[0][1], 0, 1
+    return (levels[0][1], levels[1][1], levels[1][0]) if len(levels) == 2 else None
+
+
+@cache
+def _plan(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, tuple[Any, ...], int]:
+    """Tiles of rows, the kernels' constants, and their warps."""
+    tile = norm_tile(width)
+    return -(-num_rows // tile.entries), (width, tile.columns, tile.entries, sum_dtype(dtype)), tile.num_warps
 
 
 def _empty(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return empty_result(x, gain, epsilon), x.new_empty(x.shape[:-1], dtype=wide)
+    num_rows = x.numel() // max(1, x.shape[-1])
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, x.new_empty(num_rows, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 @custom_op("triton_rms_norm", _empty)
@@ -129,20 +146,10 @@ def _rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The norm, and a scale for each row."""
     out, scales = _empty(x, gain, epsilon)
     if num_rows := scales.numel():
-        tile = norm_tile(x.shape[-1])
+        num_tiles, constants, num_warps = _plan(num_rows, x.shape[-1], x.dtype)
         with on_device_of(x):
-            rms_norm_kernel[(-(-num_rows // tile.entries),)](
-                *_rows(x),
-                gain,
-                out,
-                scales,
-                num_rows,
-                epsilon,
-                D=x.shape[-1],
-                COLUMNS=tile.columns,
-                ROWS=tile.entries,
-                WIDE=sum_dtype(x),
-                num_warps=tile.num_warps,
+            rms_norm_kernel[(num_tiles,)](
+                *(*_rows(x), gain, out, scales, num_rows, epsilon), *constants, num_warps=num_warps
             )
     return out, scales
 
@@ -150,29 +157,21 @@ def _rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _empty_gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     programs = gain_programs(-(-scales.numel() // norm_tile(width).entries))
-    return x.new_empty(x.shape), scales.new_empty(programs, width)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), scales.new_empty(programs, width)
 
 
 @custom_op("triton_rms_norm_gradients", _empty_gradients)
 def _gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x`, and of the gain [P, D], yet to be added up."""
-    gradient, of_gain = _empty_gradients(grad, x, gain, scales)
-    if programs := of_gain.shape[0]:
-        tile = norm_tile(x.shape[-1])
+    num_rows, width = scales.numel(), x.shape[-1]
+    num_tiles, constants, num_warps = _plan(num_rows, width, x.dtype)
+    programs = gain_programs(num_tiles)
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    of_gain = scales.new_empty(programs, width)
+    if programs:
         with on_device_of(x):
             rms_norm_gradients_kernel[(programs,)](
-                *_rows(grad),
-                *_rows(x),
-                gain,
-                scales,
-                gradient,
-                of_gain,
-                scales.numel(),
-                D=x.shape[-1],
-                COLUMNS=tile.columns,
-                ROWS=tile.entries,
-                WIDE=sum_dtype(x),
-                num_warps=tile.num_warps,
+                *(*_rows(grad), *_rows(x), gain, scales, gradient, of_gain, num_rows), *constants, num_warps=num_warps
             )
     return gradient, of_gain
 
@@ -196,5 +195,7 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """The function of `kernels.rms_norm.naive.rms_norm`; rows that are too wide for a program's registers are PyTorch's."""
     if x.shape[-1] > MAX_NORM_COLUMNS:
         return torch_rms_norm(x, gain, epsilon)
+    if not needs_gradient(x, gain):
+        return _rms_norm(x, gain, epsilon)[0]
     out: Tensor = _RmsNorm.apply(x, gain, epsilon)
     return out

@@ -37,7 +37,8 @@ def empty_result(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """The results, not filled yet: without gaps, whatever the strides of the heads."""
-    return query.new_empty(query.shape), key.new_empty(key.shape)
+    gapless = torch.contiguous_format
+    return torch.empty_like(query, memory_format=gapless), torch.empty_like(key, memory_format=gapless)
 
 
 def torch_rotated_heads(

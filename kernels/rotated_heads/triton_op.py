@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.launch import on_device_of, sum_dtype
-from kernels.common.ops import custom_op
+from kernels.common.ops import custom_op, needs_gradient
 from kernels.common.tiles import gain_programs, heads_tile
 from kernels.rotated_heads.op import empty_result
 
@@ -292,33 +292,30 @@ def rotated_heads_gradients_kernel(
     )
 
 
-def _sizes(query: Tensor, key: Tensor, turns: Tensor, gain: Tensor | None) -> dict[str, Any]:
-    """Constants of both kernels, and their options."""
-    return _constants(query.shape[2], key.shape[2], query.shape[3], turns.shape[3], gain is not None, sum_dtype(query))
-
-
 @cache
-def _constants(
-    query_heads: int, key_heads: int, width: int, turning: int, has_norm: bool, wide: tl.dtype
-) -> dict[str, Any]:
+def _plan(
+    query_rows: int,
+    key_rows: int,
+    query_heads: int,
+    key_heads: int,
+    width: int,
+    turning: int,
+    has_norm: bool,
+    dtype: torch.dtype,
+) -> tuple[int, tuple[Any, ...], int]:
+    """Tiles of query and key heads, the constants of both kernels, and their warps."""
     tile = heads_tile(width, turning)
-    return {
-        "QUERY_HEADS": query_heads,
-        "KEY_HEADS": key_heads,
-        "D": width,
-        "R": turning,
-        "HALF": tile.half,
-        "REST": tile.rest,
-        "ROWS": tile.rows,
-        "NORM": has_norm,
-        "WIDE": wide,
-        "num_warps": tile.num_warps,
-    }
+    shape = (query_heads, key_heads, width, turning, tile.half, tile.rest, tile.rows)
+    num_tiles = -(-query_rows // tile.rows) - (-key_rows // tile.rows)
+    return num_tiles, (*shape, has_norm, sum_dtype(dtype)), tile.num_warps
 
 
-def _rows_of(heads: Tensor) -> Tensor:
-    """Heads whose columns are neighbours, at any strides."""
-    return heads if heads.stride(3) == 1 else heads.contiguous()
+def _rows_of(heads: Tensor) -> tuple[Tensor, int, int, int]:
+    """Heads whose columns are neighbours, and their strides, which are any."""
+    if heads.stride(3) != 1:
+        heads = heads.contiguous()
+    of_token, of_sequence, of_head, _ = heads.stride()
+    return heads, of_token, of_sequence, of_head
 
 
 def _strides_of(turns: Tensor) -> tuple[int, int]:
@@ -342,7 +339,7 @@ def _empty(
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_scales = 0 if query_gain is None else (query.numel() + key.numel()) // query.shape[3]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return *empty_result(query, key, turns, query_gain, key_gain, epsilon), query.new_empty(num_scales, dtype=wide)
 
 
@@ -355,31 +352,22 @@ def _rotated_heads(
     key_gain: Tensor | None,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    turned_query, turned_key, scales = _empty(query, key, turns, query_gain, key_gain, epsilon)
-    query_rows, key_rows = query.numel() // query.shape[3], key.numel() // key.shape[3]
+    empty = _empty(query, key, turns, query_gain, key_gain, epsilon)
+    num_tokens, num_sequences, query_heads, width = query.shape
+    key_heads = key.shape[2]
+    query_rows, key_rows = (num_tokens * num_sequences * heads for heads in (query_heads, key_heads))
     if query_rows:
-        query, key, sizes = _rows_of(query), _rows_of(key), _sizes(query, key, turns, query_gain)
-        rows = sizes["ROWS"]
+        num_tiles, constants, num_warps = _plan(
+            *(query_rows, key_rows, query_heads, key_heads, width, turns.shape[3], query_gain is not None, query.dtype)
+        )
         with on_device_of(query):
-            rotated_heads_kernel[(-(-query_rows // rows) - (-key_rows // rows),)](
-                query,
-                *query.stride()[:3],
-                key,
-                *key.stride()[:3],
-                turned_query,
-                turned_key,
-                scales,
-                query_gain,
-                key_gain,
-                turns,
-                *_strides_of(turns),
-                query_rows,
-                key_rows,
-                query.shape[1],
-                epsilon,
-                **sizes,
+            rotated_heads_kernel[(num_tiles,)](
+                *(*_rows_of(query), *_rows_of(key), *empty, query_gain, key_gain, turns, *_strides_of(turns)),
+                *(query_rows, key_rows, num_sequences, epsilon),
+                *constants,
+                num_warps=num_warps,
             )
-    return turned_query, turned_key, scales
+    return empty
 
 
 def _empty_gradients(
@@ -415,33 +403,26 @@ def _gradients(
     scales: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query and key heads, and of both gains [P, 2, d], yet to be added up; P is 0 without gains."""
-    empty = _empty_gradients(of_query, of_key, query, key, turns, query_gain, key_gain, scales)
-    query_rows, key_rows = query.numel() // query.shape[3], key.numel() // key.shape[3]
+    num_tokens, num_sequences, query_heads, width = query.shape
+    key_heads = key.shape[2]
+    query_rows, key_rows = (num_tokens * num_sequences * heads for heads in (query_heads, key_heads))
+    num_tiles, constants, num_warps = _plan(
+        *(query_rows, key_rows, query_heads, key_heads, width, turns.shape[3], query_gain is not None, query.dtype)
+    )
+    programs = gain_programs(num_tiles)
+    query_gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
+    key_gradient = torch.empty_like(key, memory_format=torch.contiguous_format)
+    of_gains = scales.new_empty(0 if query_gain is None else programs, 2, width)
     if query_rows:
-        of_query, of_key, query, key = _rows_of(of_query), _rows_of(of_key), _rows_of(query), _rows_of(key)
         with on_device_of(query):
-            rotated_heads_gradients_kernel[(_programs(query, key, turns),)](
-                of_query,
-                *of_query.stride()[:3],
-                of_key,
-                *of_key.stride()[:3],
-                query,
-                *query.stride()[:3],
-                key,
-                *key.stride()[:3],
-                *empty[:2],
-                scales,
-                query_gain,
-                key_gain,
-                empty[2],
-                turns,
-                *_strides_of(turns),
-                query_rows,
-                key_rows,
-                query.shape[1],
-                **_sizes(query, key, turns, query_gain),
+            rotated_heads_gradients_kernel[(programs,)](
+                *(*_rows_of(of_query), *_rows_of(of_key), *_rows_of(query), *_rows_of(key)),
+                *(query_gradient, key_gradient, scales, query_gain, key_gain, of_gains, turns, *_strides_of(turns)),
+                *(query_rows, key_rows, num_sequences),
+                *constants,
+                num_warps=num_warps,
             )
-    return empty
+    return query_gradient, key_gradient, of_gains
 
 
 class _RotatedHeads(torch.autograd.Function):
@@ -483,5 +464,7 @@ def rotated_heads(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """The function of `kernels.rotated_heads.naive.rotated_heads`."""
+    if not needs_gradient(query, key, *(() if query_gain is None or key_gain is None else (query_gain, key_gain))):
+        return _rotated_heads(query, key, turns, query_gain, key_gain, epsilon)[:2]
     out: tuple[Tensor, Tensor] = _RotatedHeads.apply(query, key, turns, query_gain, key_gain, epsilon)
     return out

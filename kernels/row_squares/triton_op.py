@@ -47,13 +47,7 @@ def _row_squares(gradient: Tensor) -> Tensor:
     if num_rows:
         with on_device_of(gradient):
             row_squares_kernel[(-(-num_rows // _ROWS),)](
-                gradient,
-                squares,
-                num_rows,
-                W=width,
-                ROWS=_ROWS,
-                SUMS=NUM_SUMS,
-                FOLDS=NUM_SUMS.bit_length() - 1,
+                *(gradient, squares, num_rows, width, _ROWS, NUM_SUMS, NUM_SUMS.bit_length() - 1),
                 num_warps=4,
                 # A fused product and sum would round once.
                 enable_fp_fusion=False,

@@ -7,10 +7,9 @@ Legend: R rows of a table, N rows of a gradient, W columns.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.common.launch import on_device_of
 from kernels.common.ops import custom_op
@@ -57,26 +56,23 @@ def row_update_kernel(
 
 
 @custom_op("triton_row_update", mutates=("weights",), schema=SCHEMA)
-def _row_update(*operands: Any) -> None:
-    weights, gradient, factors, keep, rounding, rows, numbers = operands
+def _row_update(
+    weights: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    keep: float,
+    rounding: list[int],
+    rows: Tensor | None,
+    numbers: Tensor | None,
+) -> None:
     num, width = gradient.shape
     tile = update_tile(width)
     # What is not there stands for itself.
     of_rows = (factors, factors) if rows is None else (rows, rows if numbers is None else numbers)
     with on_device_of(weights):
         row_update_kernel[(-(-num // tile.entries), tile.column_tiles(width))](
-            weights,
-            gradient,
-            factors,
-            *of_rows,
-            num,
-            keep,
-            *(rounding or (0, 0, 0)),
-            W=width,
-            ENTRIES=tile.entries,
-            COLUMNS=tile.columns,
-            OF_ROWS=rows is not None,
-            ROUND=bool(rounding),
+            *(weights, gradient, factors, *of_rows, num, keep, *(rounding or (0, 0, 0))),
+            *(width, tile.entries, tile.columns, rows is not None, bool(rounding)),
             num_warps=tile.num_warps,
             # Each product is rounded, as elsewhere.
             enable_fp_fusion=False,

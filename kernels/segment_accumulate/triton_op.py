@@ -246,39 +246,19 @@ def _segment_accumulate(
     bins: Tensor | None,
     rounding: list[int],
 ) -> None:
-    reads, groups = coef.shape[1:]
+    _, reads, groups = coef.shape
     width, num_slots = accumulator.shape[1], block_numbers.numel()
     num_bins = 1 if bins is None else vec.shape[1] // width
-    coef, vec = coef.contiguous(), vec.contiguous()
-    bins = order if bins is None else bins.contiguous()
     tile = accumulate_tile(width // groups)
     slots = slots_per_run(num_slots)
-    partials = accumulator.new_empty(num_slots, width, dtype=_sum_type(accumulator))
-    numbers = rounding or [0, 0, 0]
+    grid = -(-num_slots // (slots * tile.entries)), groups * tile.column_tiles(width // groups)
+    partials = accumulator.new_empty(num_slots, width, dtype=_sum_type(accumulator.dtype))
     with on_device_of(accumulator):
-        grid = (-(-num_slots // (slots * tile.entries)), groups * tile.column_tiles(width // groups))
         segment_accumulate_kernel[grid](
-            accumulator,
-            sorted_rows,
-            order,
-            cuts,
-            coef,
-            vec,
-            bins,
-            partials,
-            num_slots,
-            slots,
-            *numbers,
-            BLOCK=BLOCK,
-            J=reads,
-            C=groups,
-            W=width,
-            B=num_bins,
-            RUNS=tile.entries,
-            COLUMNS=tile.columns,
-            AHEAD=ACCUMULATE_AHEAD,
-            SUM=sum_dtype(accumulator),
-            ROUND=bool(rounding),
+            *(accumulator, sorted_rows, order, cuts, coef.contiguous(), vec.contiguous()),
+            *(order if bins is None else bins.contiguous(), partials, num_slots, slots, *(rounding or (0, 0, 0))),
+            *(BLOCK, reads, groups, width, num_bins, tile.entries, tile.columns, ACCUMULATE_AHEAD),
+            *(sum_dtype(accumulator.dtype), bool(rounding)),
             num_warps=tile.num_warps,
             # Products of bf16 are exact in fp32: only those of wider types would be rounded otherwise.
             enable_fp_fusion=coef.dtype == vec.dtype == torch.bfloat16,
@@ -286,8 +266,8 @@ def _segment_accumulate(
         _add_block_sums(accumulator, sorted_rows, block_numbers, partials, rounding)
 
 
-def _sum_type(accumulator: Tensor) -> torch.dtype:
-    return torch.promote_types(accumulator.dtype, torch.float32)
+def _sum_type(accumulator: torch.dtype) -> torch.dtype:
+    return torch.float64 if accumulator == torch.float64 else torch.float32
 
 
 def _add_block_sums(
@@ -305,23 +285,9 @@ def _add_block_sums(
         # A row is rounded once more at every level that it has sums of.
         key += 1
         add_block_sums_kernel[(-(-num_items // tile.entries), tile.column_tiles(width))](
-            accumulator,
-            sorted_rows,
-            block_numbers,
-            partials,
-            longer,
-            num_slots,
-            num_items,
-            stride,
-            before,
-            key,
-            *place,
-            BLOCK=BLOCK,
-            W=width,
-            ITEMS=tile.entries,
-            COLUMNS=tile.columns,
-            SUM=sum_dtype(accumulator),
-            ROUND=bool(rounding),
+            *(accumulator, sorted_rows, block_numbers, partials, longer),
+            *(num_slots, num_items, stride, before, key, *place),
+            *(BLOCK, width, tile.entries, tile.columns, sum_dtype(accumulator.dtype), bool(rounding)),
             num_warps=tile.num_warps,
         )
         partials, stride = longer, stride * BLOCK

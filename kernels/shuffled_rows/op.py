@@ -54,9 +54,8 @@ def empty_result(*operands: Any) -> tuple[Tensor, Tensor]:
     """Uninitialised results as `SCHEMA` declares them; also the ops' fake for `torch.compile`."""
     o = RowOperands(*operands)
     dtype = row_dtype(max(o.num_bank_rows, -(-(o.num_keys**2) // o.num_rows)))
-    shapes = (o.entries.shape, o.entries.shape if o.with_blocks else (0,))
-    rows, blocks = (o.entries.new_empty(shape, dtype=dtype) for shape in shapes)
-    return rows, blocks
+    rows = torch.empty_like(o.entries, dtype=dtype, memory_format=torch.contiguous_format)
+    return rows, torch.empty_like(rows) if o.with_blocks else rows.new_empty(0)
 
 
 def from_custom_op(op: Callable[..., tuple[Tensor, Tensor]]) -> ShuffledRows:

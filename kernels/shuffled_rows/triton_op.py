@@ -5,15 +5,13 @@ Launches are custom ops of PyTorch; nothing waits for the device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of
 from kernels.common.ops import custom_op
-from kernels.shuffled_rows.op import SCHEMA, RowOperands, empty_result, from_custom_op, reciprocal
+from kernels.shuffled_rows.op import SCHEMA, empty_result, from_custom_op, reciprocal
 
 
 @triton.jit
@@ -81,29 +79,24 @@ _ENTRIES = 512
 
 
 @custom_op("triton_shuffled_rows", empty_result, schema=SCHEMA)
-def _shuffled_rows(*operands: Any) -> tuple[Tensor, Tensor]:
-    o = RowOperands(*operands)
-    entries = o.entries.contiguous()
-    rows, blocks = empty_result(*o)
-    if entries.numel() == 0:
-        return rows, blocks
-    with on_device_of(entries):
-        shuffled_rows_kernel[(-(-entries.numel() // _ENTRIES),)](
-            entries,
-            rows,
-            blocks,
-            entries.numel(),
-            o.num_keys,
-            reciprocal(o.num_keys),
-            o.num_rows,
-            reciprocal(o.num_rows),
-            o.first_row,
-            o.num_bank_rows,
-            *o.round_keys,
-            WITH_BLOCKS=o.with_blocks,
-            ENTRIES=_ENTRIES,
-            num_warps=4,
-        )
+def _shuffled_rows(
+    entries: Tensor,
+    num_keys: int,
+    round_keys: list[int],
+    num_rows: int,
+    first_row: int,
+    num_bank_rows: int,
+    with_blocks: bool,
+) -> tuple[Tensor, Tensor]:
+    entries = entries.contiguous()
+    rows, blocks = empty_result(entries, num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
+    if num_entries := entries.numel():
+        with on_device_of(entries):
+            shuffled_rows_kernel[(-(-num_entries // _ENTRIES),)](
+                *(entries, rows, blocks, num_entries, num_keys, reciprocal(num_keys), num_rows, reciprocal(num_rows)),
+                *(first_row, num_bank_rows, *round_keys, with_blocks, _ENTRIES),
+                num_warps=4,
+            )
     return rows, blocks
 
 

@@ -47,9 +47,7 @@ def _softmax_gradient(logits: Tensor, places: Tensor, top: Tensor, total: Tensor
                 logits,
                 # Gradients of a sum are one number, expanded.
                 *(each.contiguous() for each in (places, top, total, scale)),
-                V=num_ids,
-                COLUMNS=tile.columns,
-                SUM=sum_dtype(logits),
+                *(num_ids, tile.columns, sum_dtype(logits.dtype)),
                 num_warps=tile.num_warps,
             )
 

@@ -69,13 +69,8 @@ def softmax_sums(logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor
         tile, per_lane = logits_tile(num_ids), _LOAD_BYTES // logits.element_size()
         with on_device_of(logits):
             softmax_sums_kernel[(num_tokens,)](
-                logits,
-                places.contiguous(),
-                *result,
-                V=num_ids,
-                LANES=tile.columns // per_lane,
-                PER_LANE=per_lane,
-                SUM=sum_dtype(logits),
+                *(logits, places.contiguous(), *result),
+                *(num_ids, tile.columns // per_lane, per_lane, sum_dtype(logits.dtype)),
                 num_warps=tile.num_warps,
             )
     return result

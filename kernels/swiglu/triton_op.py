@@ -5,6 +5,7 @@ Legend: T rows, F gates of each, and as many ups.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,16 +99,15 @@ def _gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _launch(kernel: Any, gate_and_up: Tensor, *others: Tensor) -> None:
-    width = gate_and_up.shape[-1] // 2
-    if gate_and_up.numel() == 0:
-        return
-    num_rows, columns = gate_and_up.numel() // (2 * width), min(columns_of(width), _ELEMENTS)
+    if num_elements := gate_and_up.numel():
+        grid, numbers = _plan(num_elements, gate_and_up.shape[-1] // 2, gate_and_up.dtype)
+        with on_device_of(gate_and_up):
+            kernel[grid](gate_and_up, *others, *numbers, num_warps=4)
+
+
+@cache
+def _plan(num_elements: int, width: int, dtype: torch.dtype) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """The grid, and the kernels' arguments behind the tensors."""
+    num_rows, columns = num_elements // (2 * width), min(columns_of(width), _ELEMENTS)
     rows = _ELEMENTS // columns
-    with on_device_of(gate_and_up):
-        kernel[(-(-num_rows // rows), -(-width // columns))](
-            *(gate_and_up, *others, num_rows, width),
-            ROWS=rows,
-            COLUMNS=columns,
-            WIDE=sum_dtype(gate_and_up),
-            num_warps=4,
-        )
+    return (-(-num_rows // rows), -(-width // columns)), (num_rows, width, rows, columns, sum_dtype(dtype))

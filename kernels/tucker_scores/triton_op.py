@@ -9,6 +9,7 @@ a token and head.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -200,21 +201,27 @@ def _results(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Te
 def _scores(scores: Tensor, cores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     cores, entries = cores.contiguous(), entries.contiguous()
     out, kept = _results(scores, cores, entries)
-    if out.numel() == 0:
-        return out, kept
-    _, tokens, heads, top_k = entries.shape
-    tile = list_tile(top_k)
-    with on_device_of(scores):
-        tucker_scores_kernel[(-(-tokens // tile.lists), heads)](
-            *(scores, cores, entries, out, kept, tokens, heads, top_k, *scores.stride()),
-            C=cores.shape[0],
-            R=cores.shape[3],
-            TOKENS=tile.lists,
-            KEPT=tile.entries,
-            SUM=sum_dtype(cores),
-            num_warps=tile.num_warps,
-        )
+    if out.numel():
+        _, tokens, heads, top_k = entries.shape
+        num_cores, _, _, rank = cores.shape
+        grid, constants, num_warps = _plan(tokens, heads, top_k, num_cores, rank, cores.dtype)
+        with on_device_of(scores):
+            tucker_scores_kernel[grid](
+                *(scores, cores, entries, out, kept, tokens, heads, top_k, *scores.stride()),
+                *constants,
+                num_warps=num_warps,
+            )
     return out, kept
+
+
+@cache
+def _plan(
+    tokens: int, heads: int, top_k: int, num_cores: int, rank: int, dtype: torch.dtype
+) -> tuple[tuple[int, int], tuple[Any, ...], int]:
+    """The grid of kernels by tiles of tokens, their constants, and their warps."""
+    tile = list_tile(top_k)
+    constants = (num_cores, rank, tile.lists, tile.entries, sum_dtype(dtype))
+    return (-(-tokens // tile.lists), heads), constants, tile.num_warps
 
 
 def _empty_gradients(
@@ -229,32 +236,36 @@ def _gradients(
     kept: Tensor, cores: Tensor, entries: Tensor, gradient: Tensor, shape: list[int], strides: list[int]
 ) -> tuple[Tensor, Tensor]:
     cores, entries, gradient = cores.contiguous(), entries.contiguous(), gradient.contiguous()
-    # With the gaps behind rows, the last one's too: products with keys count on zeros there.
-    longest = max((size * stride for size, stride in zip(shape, strides, strict=True)), default=0)
-    of_scores = kept.new_zeros(longest if math.prod(shape) else 0).as_strided(shape, strides)
+    of_scores = kept.new_zeros(_spanned(tuple(shape), tuple(strides))).as_strided(shape, strides)
     if gradient.numel() == 0:
         return of_scores, torch.zeros_like(cores)
     _, tokens, heads, top_k = entries.shape
-    tile, rank = list_tile(top_k), cores.shape[3]
-    num_tiles = -(-tokens // tile.lists)
+    num_cores, _, _, rank = cores.shape
+    grid, constants, num_warps = _plan(tokens, heads, top_k, num_cores, rank, cores.dtype)
     of_entries = cores.new_empty(2, rank, tokens, heads, top_k)
-    of_cores = cores.new_empty(num_tiles, *cores.shape)
-    block = min(_COMPARED, tile.entries)
+    of_cores = cores.new_empty(grid[0], *cores.shape)
     with on_device_of(kept):
-        tucker_entry_gradients_kernel[(num_tiles, heads)](
-            *(kept, cores, gradient, of_entries, of_cores, tokens, heads, top_k),
-            C=cores.shape[0],
-            R=rank,
-            TOKENS=tile.lists,
-            KEPT=tile.entries,
-            SUM=sum_dtype(cores),
-            num_warps=tile.num_warps,
+        tucker_entry_gradients_kernel[grid](
+            *(kept, cores, gradient, of_entries, of_cores, tokens, heads, top_k), *constants, num_warps=num_warps
         )
+        block = _block(top_k)
         sum_of_equal_keys_kernel[(tokens, heads, 2 * -(-top_k // block))](
-            *(of_entries, entries, of_scores, tokens, heads, top_k, *strides),
-            R=rank,
-            BLOCK=block,
-            SUM=sum_dtype(cores),
+            *(of_entries, entries, of_scores, tokens, heads, top_k, *strides, rank, block, sum_dtype(cores.dtype)),
             num_warps=1,
         )
     return of_scores, of_cores.sum(0)
+
+
+@cache
+def _block(top_k: int) -> int:
+    """Entries that a program of `sum_of_equal_keys_kernel` has."""
+    return min(_COMPARED, list_tile(top_k).entries)
+
+
+@cache
+def _spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of the memory that scores take, with the gaps behind rows, the last one's too: products with keys count on
+    zeros there."""
+    if not math.prod(shape):
+        return 0
+    return max((size * stride for size, stride in zip(shape, strides, strict=True)), default=0)

@@ -93,21 +93,10 @@ def tucker_topk(
 
     def collect(row_scores: Tensor, column_scores: Tensor, stage_ids: Tensor, scratch: Tensor) -> None:
         num_lists, row_capacity = scratch.shape
+        _, num_heads, _, rank = row_scores.shape
         collect_grid_kernel[(num_lists,)](
-            row_scores,
-            column_scores,
-            core_sum.contiguous(),
-            stage_ids,
-            scratch,
-            row_scores.shape[1],
-            *row_scores.stride(),
-            ROW_TOP_K=row_top_k,
-            TOP_K=top_k,
-            CAPACITY=row_capacity,
-            RANK=row_scores.shape[3],
-            WIDTH=width,
-            THREADS=32 * warps,
-            THREADS_ACROSS=16 if warps >= 4 else 8,
+            *(row_scores, column_scores, core_sum.contiguous(), stage_ids, scratch, num_heads, *row_scores.stride()),
+            *(row_top_k, top_k, row_capacity, rank, width, 32 * warps, 16 if warps >= 4 else 8),
             num_warps=warps,
             # The twin rounds products and sums one by one.
             enable_fp_fusion=False,
