@@ -69,9 +69,13 @@ def key_balance(
         A scalar, the mean over the groups.
     """
     num_keys = scores.shape[-1]
-    by_group = selected.unflatten(1, (-1, num_groups, sequences)).transpose(1, 2).flatten(2)
-    counts = scores.new_zeros(2, num_groups, num_keys)
-    counts.scatter_add_(2, by_group, counts.new_ones(()).expand(by_group.shape))
+    by_group = selected.unflatten(1, (-1, num_groups, sequences)).transpose(1, 2).flatten(2).flatten(0, 1)
+    # In one dimension: in several, PyTorch's deterministic sums ask the host, which a CUDA graph cannot.
+    first = torch.arange(0, 2 * num_groups * num_keys, num_keys, device=selected.device)
+    places = (by_group + first.unsqueeze(1)).flatten()
+    counts = scores.new_zeros(2 * num_groups * num_keys)
+    counts.scatter_add_(0, places, counts.new_ones(()).expand(places.shape))
+    counts = counts.view(2, num_groups, num_keys)
     if token_group is not None and token_group.size() > 1:
         dist.all_reduce(counts, group=token_group)
     frequency = counts / counts.sum(2, keepdim=True)
