@@ -20,7 +20,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.errors import ConfigError
 
-Batch: TypeAlias = dict[str, Tensor]
 Work: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 """A microbatch's passes: its targets, and its measured loss."""
 Capture: TypeAlias = Callable[[Work], tuple[tuple[Tensor, Tensor], Callable[[], None]]]
@@ -55,7 +54,7 @@ class MicrobatchGraph:
             capture: of CUDA, unless a test has another.
         """
         self._chunk, self._capture = chunk, capture or _cuda_capture
-        self._batch: Batch = {}
+        self._batch: dict[str, Tensor] = {}
         self._results: tuple[Tensor, Tensor] | None = None
         self._replay: Callable[[], None] = lambda: None
 
@@ -66,9 +65,9 @@ class MicrobatchGraph:
 
     def run(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[dict[str, Tensor]],
         num_microbatches: int,
-        forward_step: Callable[[Iterator[Batch], Any], tuple[Tensor, Callable[[Tensor], Any]]],
+        forward_step: Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]],
         begin: Callable[[], None],
     ) -> list[Tensor]:
         """Gradients of the microbatches, complete over all ranks, as Megatron's schedule leaves them.
@@ -107,8 +106,8 @@ class MicrobatchGraph:
 
     def _make(
         self,
-        batch: Batch,
-        forward_step: Callable[[Iterator[Batch], Any], tuple[Tensor, Callable[[Tensor], Any]]],
+        batch: dict[str, Tensor],
+        forward_step: Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]],
     ) -> None:
         self._batch = {name: each.clone() for name, each in batch.items()}
 
