@@ -16,11 +16,9 @@ class LayerCosts:
         selection_flops: of first-stage scores and the candidate grid.
         projection_flops: of the projections.
         selection_bytes: bytes per token that the selection has to read and write.
-        selection_moved: bytes per token that a GPU's operations move in bf16, from products with keys to entries' scores.
-        selection_moved_back: the same in backward, from the gradients of these scores to those of the products, but for
-            a sort of gradients by token and key: of so many per token,
-        sorted_scores: for both sides, and of as many keys,
-        sorted_keys: on each.
+        scored: scores per token that the selection reads; those that are sorted in several passes count as often.
+        candidates: entries per token, out of which those that are retrieved are chosen.
+        compared: pairs of entries per token, whose keys backward compares to add up the gradients of one key.
         kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
         kept_narrow: the same in the precision of the run.
         kept_ids: the same of int64 numbers.
@@ -39,10 +37,9 @@ class LayerCosts:
     selection_flops: float = 0.0
     projection_flops: float = 0.0
     selection_bytes: int = 0
-    selection_moved: int = 0
-    selection_moved_back: int = 0
-    sorted_scores: int = 0
-    sorted_keys: int = 0
+    scored: int = 0
+    candidates: int = 0
+    compared: int = 0
     kept_wide: int = 0
     kept_narrow: int = 0
     kept_ids: int = 0

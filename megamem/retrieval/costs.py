@@ -6,8 +6,6 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
-from kernels.common.device_bytes import SECTOR_BYTES
-from kernels.common.tiles import scratch_capacity
 from megamem.layer_costs import LayerCosts
 from megamem.placement.sharing import LayerView
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
@@ -38,10 +36,9 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
         projection_flops=2.0 * projections,
         selection_bytes=_selection_bytes(memory, keys),
-        selection_moved=_tucker_moved(keys, memory.num_heads, memory.row_top_k, memory.top_k, memory.tucker_rank),
-        selection_moved_back=_tucker_moved_back(keys, entries, memory.tucker_rank),
-        sorted_scores=2 * entries,
-        sorted_keys=keys // memory.tucker_rank // 2,
+        scored=keys,
+        candidates=memory.num_heads * memory.row_top_k**2,
+        compared=entries * memory.top_k,
         kept_wide=entries * memory.tucker_rank * (2 + memory.num_cores)
         + _balanced_keys(memory, keys // memory.tucker_rank),
         kept_narrow=2 * queries + entries * memory.num_cores,
@@ -71,10 +68,9 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
         selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
         projection_flops=2.0 * width * inputs,
         selection_bytes=_selection_bytes(memory, keys),
-        selection_moved=selection_moved(keys, memory.num_heads, memory.row_top_k, memory.top_k) + SOFTMAX * entries,
-        selection_moved_back=selection_moved_back(keys, entries) + SOFTMAX_BACK * entries,
-        sorted_scores=2 * entries,
-        sorted_keys=keys // 2,
+        scored=keys,
+        candidates=memory.num_heads * memory.row_top_k**2,
+        compared=entries * memory.top_k,
         kept_wide=entries + _balanced_keys(memory, keys),
         kept_narrow=(2 if memory.query_norm else 1) * queries + entries,
         kept_ids=2 * entries,
@@ -90,73 +86,3 @@ def _balanced_keys(memory: RetrievalConfig, keys: int) -> int:
 def _selection_bytes(memory: RetrievalConfig, keys: int) -> int:
     """Per token: fp32 scores of the keys read, int64 numbers of rows and columns written."""
     return 4 * keys + 8 * memory.num_heads * 2 * (memory.row_top_k + memory.top_k)
-
-
-def selection_moved(keys: int, heads: int, row_top_k: int, top_k: int) -> int:
-    """Bytes per token of a selection in two stages: see `LayerCosts.selection_moved`.
-
-    The products are widened. Each stage writes the scratch of `kernels.list_topk`, and sorts it; the first reads all
-    scores, the second those of the keys that were kept. Then those of the entries are gathered.
-    """
-    widened = (_PRODUCT + _SCORE) * keys
-    read_twice = _SCORE * keys + _gathered(2 * heads * row_top_k, keys, 1)
-    return widened + read_twice + _selected(heads, row_top_k, top_k) + 2 * gathered_scores(heads * top_k, keys // 2)
-
-
-def _selected(heads: int, row_top_k: int, top_k: int) -> int:
-    """Bytes per token of both stages besides scores: scratch, written and sorted, and ids."""
-    kept, entries = heads * row_top_k, heads * top_k
-    first = 2 * 2 * heads * _ID * scratch_capacity(row_top_k) + 2 * _ID * kept
-    second = 2 * _ID * kept + 2 * heads * _ID * scratch_capacity(top_k)
-    # Rows and columns of the entries, and the entries' numbers.
-    return first + second + 2 * _ID * kept + 2 * _ID * entries + 3 * _ID * entries
-
-
-def selection_moved_back(keys: int, entries: int) -> int:
-    """The same of backward. The gradients of both sides' scores are put together, and into the products' order."""
-    return (4 * _SCORE + _SCORE + _PRODUCT) * keys + 2 * scores_summed_by_key(entries, keys // 2)
-
-
-def _tucker_moved(keys: int, heads: int, row_top_k: int, top_k: int, rank: int) -> int:
-    """The same, of products that no pass widens: kernels and gathers read them as they are."""
-    entries = heads * top_k
-    read_twice = _PRODUCT * keys + _gathered(2 * heads * row_top_k, keys, rank, _PRODUCT)
-    return read_twice + _selected(heads, row_top_k, top_k) + 2 * _kept_scores(entries, keys // 2, rank)
-
-
-def _kept_scores(entries: int, keys: int, rank: int) -> int:
-    """Bytes per token of `kernels.kept_scores.kept_of_both`, for one side: the entries' products, and widened ones."""
-    widened = (2 * _PRODUCT + _SCORE) * rank
-    return _gathered(entries, keys, rank, _PRODUCT) + entries * (_ID + widened)
-
-
-def _tucker_moved_back(keys: int, entries: int, rank: int) -> int:
-    """The same of backward: gradients of both sides' kept scores are put together, summed, and rounded into the order
-    and dtype of the products."""
-    together = 2 * 2 * _SCORE * rank * entries
-    return together + 2 * scores_summed_by_key(entries, keys // 2, rank) + (_SCORE + _PRODUCT) * keys
-
-
-def gathered_scores(entries: int, keys: int) -> int:
-    """Bytes per token of `kernels.kept_scores` on a GPU, for one side."""
-    return _gathered(entries, keys, 1) + entries * (_SCORE + _ID)
-
-
-def scores_summed_by_key(entries: int, keys: int, rank: int = 1) -> int:
-    """Bytes per token of its backward, but for the sort: zeros, ids made unique, written with their places and read
-    again, and each entry's gradient added to its key's."""
-    return _SCORE * keys + entries * (2 * _ID + 3 * _ID + _ID + 2 * _ID + 3 * _SCORE * rank)
-
-
-_PRODUCT, _SCORE, _ID = 2, 4, 8
-
-
-def _gathered(entries: int, keys: int, rank: int, element: int = _SCORE) -> int:
-    """Bytes of the sectors that hold the R scores of each entry, or of all scores."""
-    return min(SECTOR_BYTES * rank * entries, element * keys)
-
-
-SOFTMAX = 3 * _SCORE + 2 * _SCORE
-"""Bytes per entry of the sum of its two scores, and their softmax."""
-SOFTMAX_BACK = 3 * _SCORE
-"""Bytes per entry of the softmax's gradient."""

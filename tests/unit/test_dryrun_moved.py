@@ -1,44 +1,26 @@
-"""Bytes that selections, updates of tables by row, and the loss move on a GPU, as plans count them and as operations do
-that are dry-run as on one.
+"""Bytes that updates of tables by row and the loss move on a GPU, as plans count them and as operations do that are dry-run
+as on one.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from megamem.config import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
-from megamem.families.midus.config import MidusConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.step import table_step_bytes
-from pretrain.planning.costs.timing import selection_bytes
 from tests.deadline import launch_within
 
-SELECTIONS = (
-    *(
-        "kernels/kept_scores.py",
-        "kernels/list_topk/",
-        "kernels/product_topk/",
-        "kernels/tucker_topk/",
-        "kernels/tucker_scores/",
-    ),
-    *("megamem/layers/product_key.py", "megamem/layers/tucker.py", "megamem/families/linear_memory/layer.py"),
-)
-"""Files whose operations select, and do little else."""
-OWN_RETRIEVAL = "megamem/families/midus/layer.py"
-"""A file that selects in its `retrieve`, and does more elsewhere."""
 UPDATES = ("pretrain/engine/row_wise.py", "kernels/row_squares/", "kernels/row_update/")
 """Files whose operations update tables by row."""
 MEMORIES: dict[str, MemoryConfig] = {
@@ -46,9 +28,6 @@ MEMORIES: dict[str, MemoryConfig] = {
     "product keys": MemoryPlusConfig(num_keys=1024, value_dim=128, num_heads=2, top_k=32),
     "short lists": LinearConfig(num_rows=2048, value_dim=256, num_heads=2, key_dim=64, top_k=32),
     "long lists": LinearConfig(num_rows=8192, value_dim=256, num_heads=2, key_dim=64, top_k=32),
-    "heads of attention": MidusConfig(
-        num_heads=8, num_keys=1024, value_dim=32, top_k=32, placement=PlacementConfig(blocks=(0,))
-    ),
 }
 TOKENS = 2 * 4096
 
@@ -62,43 +41,19 @@ def config_of(memory: MemoryConfig) -> RunConfig:
     return RunConfig(model=model, parallel=ParallelConfig(), train=train, optimizer=optimizer)
 
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, tuple[int, int]]:
-    """Bytes that the selections and the update of tables of a step move."""
+@pytest.mark.parametrize("name", ["short lists", "long lists"])
+def test_a_plan_charges_what_an_update_by_row_moves(name: str) -> None:
+    config = config_of(MEMORIES[name])
 
-    def main() -> dict[str, tuple[int, int]]:
-        from megamem.families.midus.layer import MidusLayer
+    def main() -> int:
         from pretrain.planning.dryrun.rank import dry_run
 
-        lines, first = inspect.getsourcelines(MidusLayer.retrieve)
-        of_retrieve = tuple(f"{OWN_RETRIEVAL}:{number}" for number in range(first, first + len(lines)))
-        found: dict[str, Any] = {}
-        for name, memory in MEMORIES.items():
-            (report,) = dry_run(config_of(memory), 1, [0], as_gpu=True, count_moved=True)
-            found[name] = tuple(
-                sum(num for line, num in report.moved.items() if line.startswith(files))
-                for files in (SELECTIONS + of_retrieve, UPDATES)
-            )
-        return found
+        (report,) = dry_run(config, 1, [0], as_gpu=True, count_moved=True)
+        return sum(num for line, num in report.moved.items() if line.startswith(UPDATES))
 
-    return launch_within(main, 1, timeout_s=120, num_threads=1)[0]
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_a_plan_charges_what_a_selection_moves(counted: dict[str, tuple[int, int]], name: str) -> None:
-    (stage,) = stages_of(config_of(MEMORIES[name]))
-    assert selection_bytes(stage, TOKENS, 1, 1) == pytest.approx(counted[name][0], rel=0.03)
-    # Recomputed once.
-    (family,) = stage.families
-    more = replace(family, costs=replace(family.costs, selection_moved=2 * family.costs.selection_moved))
-    assert selection_bytes(stage, TOKENS, 2, 1) == selection_bytes(replace(stage, families=(more,)), TOKENS, 1, 1)
-
-
-@pytest.mark.parametrize("name", [name for name, memory in MEMORIES.items() if isinstance(memory, LinearConfig)])
-def test_a_plan_charges_what_an_update_by_row_moves(counted: dict[str, tuple[int, int]], name: str) -> None:
-    config = config_of(MEMORIES[name])
+    (moved,) = launch_within(main, 1, timeout_s=120, num_threads=1)
     (stage,) = stages_of(config)
-    assert table_step_bytes(config) * stage.table_elements == pytest.approx(counted[name][1], rel=0.02)
+    assert table_step_bytes(config) * stage.table_elements == pytest.approx(moved, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["Tucker cores", "rows of tokens", "product keys"])

@@ -8,7 +8,6 @@ from megamem.families.midus.config import MidusConfig
 from megamem.initialisation.distributions import Constant, Distribution, Normal, symmetric
 from megamem.layer_costs import LayerCosts
 from megamem.placement.sharing import LayerView
-from megamem.retrieval.costs import SOFTMAX, SOFTMAX_BACK, selection_moved, selection_moved_back
 
 
 def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
@@ -31,10 +30,9 @@ def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
         selection_flops=1.0 * memory.num_heads * memory.top_k**2,
         projection_flops=2.0 * expansion,
         selection_bytes=4 * scores + 8 * 4 * entries,
-        selection_moved=selection_moved(scores, memory.num_heads, memory.top_k, memory.top_k) + SOFTMAX * entries,
-        selection_moved_back=selection_moved_back(scores, entries) + SOFTMAX_BACK * entries,
-        sorted_scores=2 * entries,
-        sorted_keys=scores // 2,
+        scored=scores,
+        candidates=entries * memory.top_k,
+        compared=entries * memory.top_k,
         kept_wide=entries + norm,
         kept_narrow=width + entries,
         kept_ids=2 * entries,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.block_kept import (
     block_kept,
@@ -30,13 +31,14 @@ def in_flight(config: RunConfig, rank: int, division: Division) -> int:
 
 
 def activations(
-    config: RunConfig, stage: Stage, rank: int, division: Division, *, beside: bool
+    config: RunConfig, stage: Stage, rank: int, division: Division, *, on_gpu: bool
 ) -> dict[MemoryPart, float]:
     """Bytes that passes in flight keep, and the larger of one block's backward pass and the loss, by part.
 
     Args:
-        beside: whether memories and gradients of tables have streams of their own.
+        on_gpu: whether memories and gradients of tables can have streams of their own, and the loss kernels of its own.
     """
+    beside = on_gpu and memory_runs_beside(config)
     model, train = config.model, config.train
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
@@ -72,7 +74,7 @@ def activations(
     if stage.has_loss:
         at_loss = {
             MemoryPart.RESIDUAL: norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
-            MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
+            MemoryPart.LOSS: loss_bytes(config, division.loss_tokens, on_gpu=on_gpu),
         }
         if division.num_microbatches > 1:
             at_loss = merged(at_loss, under_way)

@@ -64,12 +64,14 @@ def one_with_memory(
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 
 
-def loss_bytes(config: RunConfig, tokens: int) -> float:
-    """Logits of a chunk of tokens, in bf16 and in fp32 (in fp32: once), for this rank's part of the vocabulary."""
+def loss_bytes(config: RunConfig, tokens: int, *, on_gpu: bool) -> float:
+    """Logits of a chunk of tokens, for this rank's part of the vocabulary; in bf16 once more in fp32, but for a GPU's kernels,
+    whose gradients take the logits' place, chunk by chunk."""
     model, limit = config.model, config.train.loss_chunk_tokens
     vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) / config.parallel.tensor
     at_a_time = tokens if limit is None else min(tokens, limit)
-    return at_a_time * vocabulary * (6 if config.train.precision == "bf16" else 4)
+    widened = config.train.precision == "bf16" and not (on_gpu and limit is not None)
+    return at_a_time * vocabulary * (config.train.element_bytes + 4 * widened)
 
 
 def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:

@@ -27,13 +27,15 @@ class Hardware(Config):
     """Device memory that no tensor gets: context, communication buffers, fragments."""
     peak_bf16_tflops: PositiveFloat = 989.0
     """Dense bf16 products of matrices, 10^12 per second."""
-    matmul_fraction: Fraction = 0.6
+    matmul_fraction: Fraction = 0.72
     """Share of the peak that products of a training step reach."""
+    attention_fraction: Fraction = 0.34
+    """Share of it that causal attention reaches, whose backward counts twice its forward."""
     memory_bandwidth_gb_per_s: PositiveFloat = 3350.0
     """Bandwidth of device memory, reads and writes together."""
-    stream_fraction: Fraction = 0.8
+    stream_fraction: Fraction = 0.87
     """Share of it that streaming kernels reach."""
-    gather_fraction: Fraction = 0.5
+    gather_fraction: Fraction = 0.8
     """Share of it that gathers of table rows reach."""
     row_sm_share: Fraction = 0.5
     """Share of the multiprocessors with which kernels of table rows reach their bandwidth."""
@@ -57,8 +59,10 @@ class Hardware(Config):
     """Seconds until a job's first collective: imports, rendezvous, process groups, kernels from their cache."""
     gpus_per_node: PositiveInt = 8
     """GPUs that NVLink connects."""
-    launch_us: NonNegativeFloat = 5.0
-    """Host time to launch one kernel."""
+    launch_us: NonNegativeFloat = 45.0
+    """Host time per kernel of a step, with autograd and Megatron around it."""
+    kernel_us: NonNegativeFloat = 2.0
+    """Device time that a kernel takes beside its work: to begin, and to end."""
     issue_g_per_s: PositiveFloat = 927.0
     """Instructions of warps that all multiprocessors issue together, 10^9 per second."""
     row_skew: NonNegativeFloat = 0.0
@@ -77,6 +81,10 @@ class Hardware(Config):
     @property
     def flops_per_s(self) -> float:
         return self.peak_bf16_tflops * 1e12 * self.matmul_fraction
+
+    @property
+    def attention_flops_per_s(self) -> float:
+        return self.peak_bf16_tflops * 1e12 * self.attention_fraction
 
     @property
     def stream_bytes_per_s(self) -> float:

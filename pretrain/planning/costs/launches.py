@@ -8,17 +8,17 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.costs.stages import Blocks, Stage
 
-LAUNCHES_DENSE = (37, 42)
+LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""
-LAUNCHES_MEMORY = (31, 72)
+LAUNCHES_MEMORY = (28, 67)
 """Kernels of a memory layer with a split table, forward and backward."""
 LAUNCHES_ROW_PARTS = (3, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
 LAUNCHES_MEETING = (3, 1)
 """Kernels that columns which meet first add to these: shares of the tokens are cut, and sums added up twice."""
-LAUNCHES_MIXTURE = (20, 56)
+LAUNCHES_MIXTURE = (21, 59)
 """Kernels that a mixture's router and dispatcher add to a block."""
-LAUNCHES_EXPERT = (6, 15)
+LAUNCHES_EXPERT = (5, 12)
 """Kernels that each of a rank's experts adds, one after the other."""
 LAUNCHES_TILE = (6, 5)
 """Kernels of a tile of attention (`megamem.attention`): the fused one, and those that sum its outputs or gradients."""
@@ -32,6 +32,9 @@ LAUNCHES_RING_STEP = (LAUNCHES_TILE[0], LAUNCHES_TILE[1] + 2)
 """Kernels of a ring's step: of one tile, and in backward where its gradients begin, and their sum with those that come."""
 _GATHERED_TILES = 4
 """Tiles of a rank's two slices: each with the keys before it, but for the sequence's first, and with its own."""
+KERNELS_PER_LAUNCH = 1.25
+"""Kernels and memsets that a profiler sees, per operation that a dry run counts: sorts, sums that products split, attention's
+backward and sums at repeated indices launch several. A microbatch of UltraMemV2-227M/1.2B has 3,410 for 2,720."""
 LAUNCHES_AHEAD = 1024
 """Launches by which the host is ahead of the device at most: as many fit into the queue of a stream. No manual says
 so; it is what those who timed it found (forums.developer.nvidia.com/t/68937)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES
 from pretrain.planning.costs.activations import activations
@@ -39,7 +38,7 @@ def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tu
             merged(
                 state_bytes(config, stage, division),
                 _rows_kept(config, stage, division),
-                activations(config, stage, rank, division, beside=on_gpu and memory_runs_beside(config)),
+                activations(config, stage, rank, division, on_gpu=on_gpu),
             ),
             _host(config, stage, division, on_gpu=on_gpu),
             save,

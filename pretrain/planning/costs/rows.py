@@ -21,16 +21,17 @@ from itertools import pairwise
 from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
-from megamem.memory_config import MemoryConfig
 from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.read_rows import scaled_bytes
-from pretrain.planning.costs.stages import Stage
+from pretrain.planning.costs.stages import FamilyInStage, Stage
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
 """Bytes per entry of a sort by row (`kernels.segment_accumulate`): of ids of 32 bits, with their 64-bit places."""
+_SORT_SLOWER = 2.5
+"""Times as long as a stream of these bytes: a pass writes where the keys ask for it."""
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
 CACHED_BYTES = 25e6
@@ -74,41 +75,42 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
     total = RowSeconds()
     again = config.train.recompute == "full" and not stage.reads_before_blocks
     for family in stage.families:
-        memory = family.memory
-        num_entries = config.parallel.memory * tokens * memory.lookup.rows
+        num_entries = config.parallel.memory * tokens * family.memory.lookup.rows
         for bank_rows, number in Counter(family.lookups).items():
-            total += number * _forward(config, memory, bank_rows, num_entries, hardware)
+            total += number * _forward(config, family, bank_rows, num_entries, hardware)
         for bank_rows, number in Counter(family.backward_lookups).items():
-            both = _backward(config, memory, bank_rows, num_entries, hardware)
+            both = _backward(config, family, bank_rows, num_entries, hardware)
             if again:
-                both += _forward(config, memory, bank_rows, num_entries, hardware)
+                both += _forward(config, family, bank_rows, num_entries, hardware)
             total += number * both
     return total
 
 
 def _forward(
-    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+    config: RunConfig, family: FamilyInStage, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
     """Forward pass of a lookup; with parts of rows the place of each entry in the rank's part comes first, and with a scale
     the product with it last."""
+    memory = family.memory
     placed = 2 * bytes_per_id(bank_rows * memory.lookup.bins) * (config.parallel.memory_rows > 1)
     scaled = scaled_bytes(config, memory, num_entries // memory.lookup.rows, backward=False)
     copying = RowSeconds(ids=(num_entries * placed + scaled) / hardware.stream_bytes_per_s)
-    return _one_way(config, memory, bank_rows, num_entries, hardware) + copying
+    return _one_way(config, family, bank_rows, num_entries, hardware) + copying
 
 
 def _one_way(
-    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+    config: RunConfig, family: FamilyInStage, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
     """Seconds that both passes of a lookup take: every table's rows, read by one kernel, and exchanged bytes, copied."""
-    layout, element, lookup = config.parallel, config.train.element_bytes, memory.lookup
+    memory, layout, element = family.memory, config.parallel, config.train.element_bytes
+    lookup = memory.lookup
     bins, per_id = lookup.bins > 1, bytes_per_id(bank_rows * lookup.bins)
     coefficient = coefficients_per_rank(lookup.scores, layout.memory_columns) * element
     product = element if memory.width("pre_values") else 0
     per_entry, rows = 0.0, 0.0
     for table in memory.tables:
         of_row = moved_bytes(table.width // layout.memory_columns * element)
-        rows += of_row * missed_share(bank_rows // layout.memory_rows, of_row, hardware.row_skew)
+        rows += of_row * missed_share(family.rows_seen(bank_rows) // layout.memory_rows, of_row, hardware.row_skew)
         # Ids, with bins where there are several, and a coefficient or product per entry.
         per_entry += per_id * (1 + bins) + coefficient
     if layout.memory > 1:
@@ -143,12 +145,12 @@ def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> floa
 
 
 def _backward(
-    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+    config: RunConfig, family: FamilyInStage, bank_rows: int, num_entries: int, hardware: Hardware
 ) -> RowSeconds:
     """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
-    layout = config.parallel
-    sorting = num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
-    entries, num_rows = own_entries(config, num_entries, hardware), bank_rows // layout.memory_rows
+    memory, layout = family.memory, config.parallel
+    sorting = _SORT_SLOWER * num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
+    entries, num_rows = own_entries(config, num_entries, hardware), family.rows_seen(bank_rows) // layout.memory_rows
     accumulating = 0.0
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, layout.memory_columns) if table.name != "pre_values" else 1
@@ -163,7 +165,7 @@ def _backward(
             accumulating += entries * missed / hardware.gather_bytes_per_s
     scaled = scaled_bytes(config, memory, num_entries // memory.lookup.rows, backward=True)
     own = RowSeconds(ids=scaled / hardware.stream_bytes_per_s, sort=sorting, gradients=accumulating)
-    return own + _one_way(config, memory, bank_rows, num_entries, hardware)
+    return own + _one_way(config, family, bank_rows, num_entries, hardware)
 
 
 def accumulate_s(

@@ -76,6 +76,7 @@ class FamilyInStage:
         table_elements: of the tables that they read.
         lookups: rows of the bank that each of them reads, or each chunk, if its layers read together.
         backward_lookups: of these, the ones that have a backward pass.
+        window: share of the rows of its bank that a layer sees, on the average.
     """
 
     memory: MemoryConfig
@@ -84,6 +85,11 @@ class FamilyInStage:
     table_elements: int
     lookups: tuple[int, ...]
     backward_lookups: tuple[int, ...]
+    window: float = 1.0
+
+    def rows_seen(self, bank_rows: int) -> int:
+        """Rows that a lookup in a bank of so many can read."""
+        return round(self.window * bank_rows)
 
 
 @dataclass(frozen=True)
@@ -260,6 +266,7 @@ def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemo
         sum(_elements(part.model, part.model.memory_plan.banks[bank]) for bank in {layer.view.bank for layer in own}),
         tuple(layer.view.num_bank_rows for layer in own),
         tuple(layer.view.num_bank_rows for layer in own if layer.span.read >= part.first_block),
+        sum(layer.view.num_rows / layer.view.num_bank_rows for layer in own) / max(1, len(own)),
     )
 
 

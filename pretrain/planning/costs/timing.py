@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from kernels.common.device_bytes import radix_sort_bytes
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
@@ -28,13 +27,11 @@ from pretrain.config.updates import (
     table_gradient_bytes,
     table_update,
 )
-from pretrain.planning.costs.block_kept import block_kept
 from pretrain.planning.costs.branch import branch_projection
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.memory_parts import MemoryPart
+from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds
@@ -55,7 +52,8 @@ class TimePart(StrEnum):
     """A part of a step, in the order of a report. Those of the memory begin with its name."""
 
     MATMULS = "backbone: products of matrices"
-    ELEMENTWISE = "backbone: norms, activations, attention's copies"
+    ATTENTION = "backbone: attention's core"
+    ELEMENTWISE = "backbone: norms, activations, sums"
     LOSS = "output projection and loss"
     MEMORY_MATMULS = "memory: queries, keys, projections"
     MEMORY_SELECTION = "memory: selection and scores"
@@ -63,7 +61,7 @@ class TimePart(StrEnum):
     MEMORY_IDS = "memory: ids and coefficients"
     MEMORY_GRADIENTS = "memory: table gradients and their sort"
     MEMORY_EXCHANGE = "memory: exchange, exposed"
-    LAUNCHES = "launches, exposed"
+    LAUNCHES = "launches: their ends, and waits for the host"
     TENSOR = "tensor-parallel collectives"
     CONTEXT = "context-parallel collectives"
     EXPERTS = "tokens to experts and back"
@@ -170,28 +168,18 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     model, train, layout = config.model, config.train, config.parallel
     tokens, element = division.rank_tokens, train.element_bytes
     forwards = 2 if train.recompute == "full" else 1
-    loss = 2.0 * padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size * stage.has_loss
-    # A block's forward pass writes about as much as the block keeps where all is trained.
-    kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
-    written = sum(num for part, num in kept.items() if part not in (MemoryPart.MEMORY, MemoryPart.EXCHANGE))
-    passes = stage.blocks.num + forwards * stage.backward.num
-    forward, backward = _memory_passes(config, stage)
-    own = stage.memory
     rows = row_seconds(config, stage, tokens, hardware)
-    products = tuple(tokens * flops / hardware.flops_per_s for flops in _block_flops(config, stage))
+    products, attention = _block_flops(config, stage)
+    of_backward = tokens * (products[1] / hardware.flops_per_s + attention[1] / hardware.attention_flops_per_s)
     exchange = _exposed_exchange_s(config, stage, division, hardware)
-    beside = beside_backward(config, rows.sort + rows.gradients, products[1], exchange[1], hardware)
+    beside = beside_backward(config, rows.sort + rows.gradients, of_backward, exchange[1], hardware)
     parts = {
-        TimePart.MATMULS: sum(products),
-        # Forward writes what backward reads once more, and each is read by the next operation.
-        TimePart.ELEMENTWISE: passes * 2 * written / hardware.stream_bytes_per_s,
-        TimePart.LOSS: (1 + stage.branch_blocks) * (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
-        # Memories in a backward pass are taken to be trained.
-        TimePart.MEMORY_MATMULS: (forward + 2 * backward)
-        * tokens
-        * (own.key_flops + own.projection_flops)
-        / hardware.flops_per_s,
-        TimePart.MEMORY_SELECTION: selection_bytes(stage, tokens, forward, backward) / hardware.stream_bytes_per_s,
+        TimePart.MATMULS: tokens * sum(products) / hardware.flops_per_s,
+        TimePart.ATTENTION: tokens * sum(attention) / hardware.attention_flops_per_s,
+        TimePart.ELEMENTWISE: _elementwise_bytes(config, stage, tokens) / hardware.stream_bytes_per_s,
+        TimePart.LOSS: tokens * _loss_s(config, stage, hardware),
+        TimePart.MEMORY_MATMULS: tokens * _memory_products_s(config, stage, hardware),
+        TimePart.MEMORY_SELECTION: tokens * selection_instructions(config, stage) / (hardware.issue_g_per_s * 1e9),
         TimePart.MEMORY_GATHERS: rows.gathers,
         TimePart.MEMORY_IDS: rows.ids,
         TimePart.MEMORY_GRADIENTS: beside.gradients,
@@ -205,8 +193,62 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     parts[TimePart.MESSAGES] = crossings * boundary / hardware.network_bytes_per_s
     launches = launches_of(config, stage, stage.blocks, 0) + launches_of(config, stage, stage.backward, 1)
     launches += (forwards - 1) * launches_of(config, stage, stage.backward, 0)
-    parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
+    kernels, device_s = KERNELS_PER_LAUNCH * launches, sum(parts.values())
+    parts[TimePart.LAUNCHES] = kernels * hardware.kernel_us * 1e-6
+    parts[TimePart.LAUNCHES] = max(parts[TimePart.LAUNCHES], kernels * hardware.launch_us * 1e-6 - device_s)
     return parts
+
+
+def _elementwise_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
+    """Bytes of all that a stage's blocks do between products, as their kernels count them on a GPU.
+
+    Forward reads and writes the columns of each norm, of queries and keys, which are turned, of a SwiGLU and of the sums
+    after both branches; backward has a gradient more of each, joins those of queries, keys and values, and adds the
+    weights' to sums in fp32, element by element, which takes as long as 14 bytes.
+    """
+    model, element = config.model, config.train.element_bytes
+    forwards = 2 if config.train.recompute == "full" else 1
+
+    def columns(blocks: Blocks, gradients: int) -> float:
+        """Columns that are read or written in a pass, of hidden states, of heads, and of feed-forwards."""
+        heads = (2 + gradients) * (model.num_attention_heads + model.query_groups)
+        heads += gradients * 2 * (model.num_attention_heads + 2 * model.query_groups)
+        of_ffn = (3 + 2 * gradients) * model.active_ffn_width
+        if model.moe is not None:
+            # In the order of the experts, and back.
+            of_ffn += 4 * model.moe.top_k * model.hidden_size
+        of_norms = (2 + gradients) * blocks.norms * model.hidden_size
+        sums = 3 * (blocks.num + blocks.ffns) * model.hidden_size
+        return of_norms + sums + blocks.num * heads * model.attention_head_dim + blocks.ffns * of_ffn
+
+    passed = columns(stage.blocks, 0) + (forwards - 1) * columns(stage.backward, 0) + columns(stage.backward, 1)
+    return tokens * element * passed + 14 * trained_dense(config, stage)
+
+
+def _loss_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
+    """Seconds per token of the output projection, whose logits backward has again, and of the loss, which reads logits
+    once forward and once more in backward, where gradients replace them."""
+    vocabulary = stage.has_loss * padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
+    num_products = 2 + stage.trains_all + (config.train.loss_chunk_tokens is not None)
+    products = num_products * 2.0 * vocabulary * config.model.hidden_size / hardware.flops_per_s
+    read = 3 * config.train.element_bytes * vocabulary / hardware.stream_bytes_per_s
+    return (1 + stage.branch_blocks) * (products + read)
+
+
+def _memory_products_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
+    """Seconds per token of the products of a stage's memories, and of their norms, sums and copies. Memories in a backward
+    pass are taken to be trained.
+
+    Thin products take what their operands do, at two thirds of a stream's bandwidth; the rest moved 25 times a hidden state
+    on an H100, 10 of them forward.
+    """
+    own, element, width = stage.memory, config.train.element_bytes, config.model.hidden_size
+    forward, backward = _memory_passes(config, stage)
+    flops = own.key_flops + own.projection_flops
+    operands = element * (own.scored + sum(rows + columns for rows, columns in own.matrices))
+    products = max(flops / hardware.flops_per_s, 1.5 * operands / hardware.stream_bytes_per_s)
+    others = element * width * stage.blocks.memories * (10 * forward + 15 * backward)
+    return (forward + 2 * backward) * products + others / hardware.stream_bytes_per_s
 
 
 def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
@@ -215,17 +257,16 @@ def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
     return 1 + (config.train.recompute == "full") * backward, backward
 
 
-def selection_bytes(stage: Stage, tokens: int, forward: float, backward: float) -> float:
-    """Bytes that a GPU moves for the selections of a stage's memories, in so many passes of each."""
-    own = stage.memory
-    # A radix sort of gradients with their places, of 8 bytes each, passes by once per byte of the largest number.
-    num_passes = -(-(tokens * own.sorted_keys // max(1, stage.blocks.memories)).bit_length() // 8)
-    back = own.selection_moved_back + own.sorted_scores * radix_sort_bytes(8, 8, num_passes)
-    return tokens * (forward * own.selection_moved + backward * back)
+def selection_instructions(config: RunConfig, stage: Stage) -> float:
+    """Instructions of warps per token for the selections of a stage's memories and the scores of what they select, as an
+    H100 took them for 32 and for 128 retrieved values."""
+    own, (forward, backward) = stage.memory, _memory_passes(config, stage)
+    return forward * (2.5 * own.scored + 8 * own.candidates) + backward * (own.scored + 4.5 * own.compared)
 
 
-def _block_flops(config: RunConfig, stage: Stage) -> tuple[float, float]:
-    """Forward and backward FLOPs per token of a stage's blocks without memories; backward has what is computed again."""
+def _block_flops(config: RunConfig, stage: Stage) -> tuple[tuple[float, float], tuple[float, float]]:
+    """FLOPs per token of a stage's blocks without memories, forward and backward: of products with weights, and of
+    attention's core. Backward has what is computed again."""
     model, recompute = config.model, config.train.recompute
     attention = attended_flops(model, config.train.sequence_length)
 
@@ -237,14 +278,13 @@ def _block_flops(config: RunConfig, stage: Stage) -> tuple[float, float]:
             weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
         return 2.0 * weights
 
-    forward = products(stage.blocks) + stage.blocks.num * attention
-    backward = backward_flops(products(stage.backward), products(stage.trained_blocks), stage.backward.num * attention)
-    again = {
-        "none": 0.0,
-        "selective": stage.backward.num * attention,
-        "full": products(stage.backward) + stage.backward.num * attention,
-    }
-    return forward, backward + again[recompute]
+    backward = backward_flops(products(stage.backward), products(stage.trained_blocks), 0.0)
+    again = products(stage.backward) if recompute == "full" else 0.0
+    cores = 2 + (recompute != "none")
+    return (
+        (products(stage.blocks), backward + again),
+        (stage.blocks.num * attention, cores * stage.backward.num * attention),
+    )
 
 
 def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
@@ -424,12 +464,14 @@ def _after_backward(
             weights = reduced_tables(config, stage) + tables
             owned = reduced_tables(config, stage) / replicas + tables
         on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
-        # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
-        updated = (28 + element) * owned
+        # AdamW moves 28 bytes, and the weight is rounded from one of 4.
+        updated = (28 + 4 + element) * owned
         if part == TimePart.MEMORY_UPDATE and table_update(config.optimizer) is ROW_WISE:
-            updated += (table_step_bytes(config) - 28 - element) * tables
+            updated += (table_step_bytes(config) - 32 - element) * tables
         gradient = table_gradient_bytes(config.optimizer) if part == TimePart.MEMORY_UPDATE else GRADIENT_BYTES
-        moved = gradient * weights + 3 * gradient * owned + (0 if on_host else updated)
+        # Zeroing writes the gradient, and the number of targets divides it in place; then it is read for its norm, and
+        # clipped in place.
+        moved = 3 * gradient * (weights + owned) + (0 if on_host else updated)
         parts[part] = moved / hardware.stream_bytes_per_s
         parts[part] += _orthogonalisation_s(
             config, stage, division, hardware, of_experts=part == TimePart.MEMORY_UPDATE
