@@ -39,13 +39,12 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         scored=keys,
         candidates=memory.num_heads * memory.row_top_k**2,
         compared=entries * memory.top_k,
-        kept_wide=entries * memory.tucker_rank * (2 + memory.num_cores)
-        + _balanced_keys(memory, keys // memory.tucker_rank),
-        kept_narrow=2 * queries + entries * memory.num_cores,
+        kept_wide=_balanced_keys(memory, keys // memory.tucker_rank),
+        kept_narrow=2 * queries + entries * (memory.num_cores + 2 * memory.tucker_rank),
         kept_ids=2 * entries,
         kept_keys=keys * memory.key_dim,
-        kept_by_entries=entries * (4 * memory.tucker_rank * (2 + memory.num_cores) + 16),
-        backward_wide=3 * keys // 2,
+        kept_by_entries=entries * (4 * memory.tucker_rank + 16),
+        backward_wide=keys // 2,
     )
 
 

@@ -228,10 +228,10 @@ def test_the_formulas_give_what_is_counted(reports: dict[str, list[Any]], name: 
 
 
 def test_streams_that_memories_read_with_are_counted(reports: dict[str, list[Any]]) -> None:
-    """Formulas say more than there is, by what pools of streams keep less than without (an eighth at this size)."""
+    """Formulas say more than there is, by what pools of streams keep less than without (a sixth at this size)."""
     for report, stage in zip(reports["queried"], stage_bytes(QUERIED, WORLD), strict=True):
         assert stage.held == pytest.approx(report.held.total, rel=0.02)
-        assert report.activation_bytes < stage.activations < 1.15 * report.activation_bytes
+        assert report.activation_bytes < stage.activations < 1.2 * report.activation_bytes
 
 
 @pytest.mark.parametrize("layers", PARTS)

@@ -74,7 +74,7 @@ def activations(
     if stage.has_loss:
         at_loss = {
             MemoryPart.RESIDUAL: norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
-            MemoryPart.LOSS: loss_bytes(config, division.loss_tokens, on_gpu=on_gpu),
+            MemoryPart.LOSS: loss_bytes(config, stage, division.loss_tokens, on_gpu=on_gpu),
         }
         if division.num_microbatches > 1:
             at_loss = merged(at_loss, under_way)

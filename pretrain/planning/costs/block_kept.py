@@ -64,14 +64,24 @@ def one_with_memory(
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 
 
-def loss_bytes(config: RunConfig, tokens: int, *, on_gpu: bool) -> float:
-    """Logits of a chunk of tokens, for this rank's part of the vocabulary; in bf16 once more in fp32, but for a GPU's kernels,
-    whose gradients take the logits' place, chunk by chunk."""
-    model, limit = config.model, config.train.loss_chunk_tokens
+def has_loss_in_chunks(config: RunConfig, tokens: int) -> bool:
+    """True if a microbatch of so many tokens has too many for logits of all at once."""
+    limit = config.train.loss_chunk_tokens
+    return limit is not None and tokens > limit
+
+
+def loss_bytes(config: RunConfig, stage: Stage, tokens: int, *, on_gpu: bool) -> float:
+    """Logits of as many tokens as have them at a time, for this rank's part of the vocabulary, in bf16 once more in fp32.
+
+    In chunks the kernels of a GPU widen nothing, and beside them are a chunk's hidden states, their gradients, and the
+    gradient of the projection.
+    """
+    model, element, in_chunks = config.model, config.train.element_bytes, has_loss_in_chunks(config, tokens)
     vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) / config.parallel.tensor
-    at_a_time = tokens if limit is None else min(tokens, limit)
-    widened = config.train.precision == "bf16" and not (on_gpu and limit is not None)
-    return at_a_time * vocabulary * (config.train.element_bytes + 4 * widened)
+    at_a_time = (config.train.loss_chunk_tokens or tokens) if in_chunks else tokens
+    if not (in_chunks and on_gpu):
+        return at_a_time * vocabulary * (6 if config.train.precision == "bf16" else 4)
+    return element * (at_a_time * vocabulary + model.hidden_size * (2 * at_a_time + stage.trains_all * vocabulary))
 
 
 def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:

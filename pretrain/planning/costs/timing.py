@@ -27,6 +27,7 @@ from pretrain.config.updates import (
     table_gradient_bytes,
     table_update,
 )
+from pretrain.planning.costs.block_kept import has_loss_in_chunks
 from pretrain.planning.costs.branch import branch_projection
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
@@ -83,6 +84,10 @@ _REMEDIES = {
     TimePart.MEMORY_REDUCTION: "a larger parallel.memory, or more microbatches per step to hide it behind",
     TimePart.MEMORY_UPDATE: "a larger parallel.memory (zeroing), or more ranks",
 }
+
+
+_WHOLE_LOSS = 80
+"""Bytes per logit that PyTorch's kernels moved for a loss both ways on an H100."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         TimePart.MATMULS: tokens * sum(products) / hardware.flops_per_s,
         TimePart.ATTENTION: tokens * sum(attention) / hardware.attention_flops_per_s,
         TimePart.ELEMENTWISE: _elementwise_bytes(config, stage, tokens) / hardware.stream_bytes_per_s,
-        TimePart.LOSS: tokens * _loss_s(config, stage, hardware),
+        TimePart.LOSS: tokens * _loss_s(config, stage, division, hardware),
         TimePart.MEMORY_MATMULS: tokens * _memory_products_s(config, stage, hardware),
         TimePart.MEMORY_SELECTION: tokens * selection_instructions(config, stage) / (hardware.issue_g_per_s * 1e9),
         TimePart.MEMORY_GATHERS: rows.gathers,
@@ -225,13 +230,14 @@ def _elementwise_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
     return tokens * element * passed + 14 * trained_dense(config, stage)
 
 
-def _loss_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
-    """Seconds per token of the output projection, whose logits backward has again, and of the loss, which reads logits
-    once forward and once more in backward, where gradients replace them."""
+def _loss_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    """Seconds per token of the output projection and the loss. In chunks backward has logits again; they are read once
+    forward, and once more in backward, where gradients replace them."""
     vocabulary = stage.has_loss * padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
-    num_products = 2 + stage.trains_all + (config.train.loss_chunk_tokens is not None)
+    in_chunks = has_loss_in_chunks(config, division.loss_tokens)
+    num_products = 2 + stage.trains_all + in_chunks
     products = num_products * 2.0 * vocabulary * config.model.hidden_size / hardware.flops_per_s
-    read = 3 * config.train.element_bytes * vocabulary / hardware.stream_bytes_per_s
+    read = (6 if in_chunks else _WHOLE_LOSS) * vocabulary / hardware.stream_bytes_per_s
     return (1 + stage.branch_blocks) * (products + read)
 
 
