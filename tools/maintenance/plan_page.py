@@ -55,7 +55,7 @@ _MOVES = (
     *(TimePart.ELEMENTWISE, TimePart.UPDATE, TimePart.MEMORY_UPDATE),
     *(TimePart.MEMORY_SELECTION, TimePart.MEMORY_GATHERS, TimePart.MEMORY_IDS, TimePart.MEMORY_GRADIENTS),
 )
-"""Parts of a step for which device memory is busy."""
+"""Parts of a step for which device memory is busy, and selections, which keep the multiprocessors from it."""
 Row = Sequence[str]
 
 
@@ -106,7 +106,8 @@ def busy(plan: Planned, hardware: Hardware) -> str:
     """Seconds of a step for which matrix units, device memory and links of a rank are busy, whatever runs beside what."""
     config, num_gpus = plan.best.config, plan.num_gpus
     even, skewed = (step_time(config, num_gpus, h) for h in (hardware, replace(hardware, row_skew=SKEW)))
-    products = sum(even.by_part[part] for part in (TimePart.MATMULS, TimePart.LOSS, TimePart.MEMORY_MATMULS))
+    of_units = (TimePart.MATMULS, TimePart.ATTENTION, TimePart.LOSS, TimePart.MEMORY_MATMULS)
+    products = sum(even.by_part[part] for part in of_units)
     moved = [sum(time.by_part[part] for part in _MOVES) for time in (even, skewed)]
     sent = even.sent[even.slowest_stage]
     links = sum(
