@@ -8,9 +8,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.costs.stages import Blocks, Stage
 
-LAUNCHES_DENSE = (11, 27)
+LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""
-LAUNCHES_MEMORY = (28, 64)
+LAUNCHES_MEMORY = (28, 67)
 """Kernels of a memory layer with a split table, forward and backward."""
 LAUNCHES_ROW_PARTS = (3, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
