@@ -97,36 +97,6 @@ def rms_norm_gradients_kernel(
     tl.store(gain_gradients + tl.program_id(0).to(tl.int64) * D + column, tl.sum(sums, 0), mask=column < D)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def sum_parts_kernel(
-    parts, out, num_parts, W: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
-):
-    """out[w] = sum_p parts[p, w], rounded once. The grid is (tiles of COLUMNS columns,).
-
-    Every element of a tile has a sum of its own in registers; these are added up at the end.
-    """
-    part, column = tl.arange(0, PARTS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros([PARTS, COLUMNS], WIDE)
-    for first in range(0, num_parts, PARTS):
-        there = (first + part < num_parts)[:, None] & (column < W)[None, :]
-        sums += tl.load(parts + (first + part)[:, None] * W + column[None, :], mask=there, other=0)
-    tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < W)
-
-
-_PARTS, _COLUMNS = 128, 16
-
-
-def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Add up gradients of gains, [P, ...], which programs have left, for `out` without P; on the current device.
-
-    PyTorch's operations would be two launches, a sum and a rounding.
-    """
-    num_columns = out.numel()
-    sum_parts_kernel[(-(-num_columns // _COLUMNS),)](
-        *(parts, out, parts.shape[0], num_columns, _PARTS, _COLUMNS, sum_dtype(parts.dtype)), num_warps=4
-    )
-
-
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Rows at two strides, which a split of a product has: the tensor, both strides, and rows at the inner one.
 
@@ -185,24 +155,24 @@ def _rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(gain)
+    width = x.shape[-1]
+    programs = gain_programs(-(-scales.numel() // norm_tile(width).entries))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), scales.new_empty(programs, width)
 
 
 @custom_op("triton_rms_norm_gradients", _empty_gradients)
 def _gradients(grad: Tensor, x: Tensor, gain: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and of the gain."""
+    """Gradients of `x`, and of the gain [P, D], yet to be added up."""
     num_rows, width = scales.numel(), x.shape[-1]
-    gradient, of_gain = _empty_gradients(grad, x, gain, scales)
-    if not num_rows:
-        return gradient, of_gain.zero_()
     num_tiles, constants, num_warps = _plan(num_rows, width, x.dtype)
     programs = gain_programs(num_tiles)
-    parts = scales.new_empty(programs, width)
-    with on_device_of(x):
-        rms_norm_gradients_kernel[(programs,)](
-            *(*_rows(grad), *_rows(x), gain, scales, gradient, parts, num_rows), *constants, num_warps=num_warps
-        )
-        sum_parts(parts, of_gain)
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    of_gain = scales.new_empty(programs, width)
+    if programs:
+        with on_device_of(x):
+            rms_norm_gradients_kernel[(programs,)](
+                *(*_rows(grad), *_rows(x), gain, scales, gradient, of_gain, num_rows), *constants, num_warps=num_warps
+            )
     return gradient, of_gain
 
 
@@ -218,7 +188,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, gain, scales = ctx.saved_tensors
         gradient, of_gain = _gradients(grads[0], x, gain, scales)
-        return gradient, of_gain, None
+        return gradient, of_gain.sum(0).to(gain.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.ops import custom_op, needs_gradient
 from kernels.common.tiles import gain_programs, heads_tile
-from kernels.rms_norm.triton_op import sum_parts
 from kernels.rotated_heads.op import empty_result
 
 
@@ -381,9 +380,15 @@ def _empty_gradients(
     key_gain: Tensor | None,
     scales: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width, gapless = query.shape[3], torch.contiguous_format
-    of_gains = scales.new_empty(0, width) if query_gain is None else query_gain.new_empty(2, width)
-    return torch.empty_like(query, memory_format=gapless), torch.empty_like(key, memory_format=gapless), of_gains
+    width = query.shape[3]
+    programs = 0 if query_gain is None else _programs(query, key, turns)
+    return query.new_empty(query.shape), key.new_empty(key.shape), scales.new_empty(programs, 2, width)
+
+
+def _programs(query: Tensor, key: Tensor, turns: Tensor) -> int:
+    """P."""
+    rows = query.shape[3] * heads_tile(query.shape[3], turns.shape[3]).rows
+    return gain_programs(-(-query.numel() // rows) - (-key.numel() // rows))
 
 
 @custom_op("triton_rotated_heads_gradients", _empty_gradients)
@@ -397,30 +402,26 @@ def _gradients(
     key_gain: Tensor | None,
     scales: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query and key heads, and of both gains [2, d], or [0, d] without any."""
-    query_gradient, key_gradient, of_gains = _empty_gradients(
-        *(of_query, of_key, query, key, turns, query_gain, key_gain, scales)
-    )
+    """Gradients of query and key heads, and of both gains [P, 2, d], yet to be added up; P is 0 without gains."""
     num_tokens, num_sequences, query_heads, width = query.shape
     key_heads = key.shape[2]
     query_rows, key_rows = (num_tokens * num_sequences * heads for heads in (query_heads, key_heads))
-    if not query_rows:
-        return query_gradient, key_gradient, of_gains.zero_()
     num_tiles, constants, num_warps = _plan(
         *(query_rows, key_rows, query_heads, key_heads, width, turns.shape[3], query_gain is not None, query.dtype)
     )
     programs = gain_programs(num_tiles)
-    parts = of_gains if query_gain is None else scales.new_empty(programs, 2, width)
-    with on_device_of(query):
-        rotated_heads_gradients_kernel[(programs,)](
-            *(*_rows_of(of_query), *_rows_of(of_key), *_rows_of(query), *_rows_of(key)),
-            *(query_gradient, key_gradient, scales, query_gain, key_gain, parts, turns, *_strides_of(turns)),
-            *(query_rows, key_rows, num_sequences),
-            *constants,
-            num_warps=num_warps,
-        )
-        if query_gain is not None:
-            sum_parts(parts, of_gains)
+    query_gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
+    key_gradient = torch.empty_like(key, memory_format=torch.contiguous_format)
+    of_gains = scales.new_empty(0 if query_gain is None else programs, 2, width)
+    if query_rows:
+        with on_device_of(query):
+            rotated_heads_gradients_kernel[(programs,)](
+                *(*_rows_of(of_query), *_rows_of(of_key), *_rows_of(query), *_rows_of(key)),
+                *(query_gradient, key_gradient, scales, query_gain, key_gain, of_gains, turns, *_strides_of(turns)),
+                *(query_rows, key_rows, num_sequences),
+                *constants,
+                num_warps=num_warps,
+            )
     return query_gradient, key_gradient, of_gains
 
 
@@ -450,7 +451,7 @@ class _RotatedHeads(torch.autograd.Function):
             of_query, of_key, _ = _gradients(of_query, of_key, of_query, of_key, turns, None, None, scales)
             return of_query, of_key, None, None, None, None
         of_query, of_key, of_gains = _gradients(of_query, of_key, query, key, turns, query_gain, key_gain, scales)
-        of_query_gain, of_key_gain = of_gains.unbind(0)
+        of_query_gain, of_key_gain = of_gains.sum(0).to(query_gain.dtype).unbind(0)
         return of_query, of_key, None, of_query_gain, of_key_gain, None
 
 

@@ -191,7 +191,6 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "softmax_gradient_kernel": _all("logits", "logits", "places", "top", "total", "scale"),
     "rms_norm_kernel": _all("x", "gain", "out", "scales"),
     "rms_norm_gradients_kernel": _all("grad", "x", "gain", "scales", "gradient", "gain_gradients"),
-    "sum_parts_kernel": _all("parts", "out"),
     "rotated_heads_kernel": _turned,
     "rotated_heads_gradients_kernel": _turned_back,
 }

@@ -53,10 +53,6 @@ def _tiles_of_rows(launch: Launch, reads: Reads | None) -> float:
     return float(max(1.0, values["num_rows"] / values["ROWS"] / launch.grid[0]))
 
 
-def _tiles_of_parts(launch: Launch, reads: Reads | None) -> float:
-    return float(math.ceil(launch.values["num_parts"] / launch.values["PARTS"]))
-
-
 def _tiles_of_heads(launch: Launch, reads: Reads | None) -> float:
     """Tiles of query or key heads, of which a program goes through both by the same line."""
     values = launch.values
@@ -171,7 +167,6 @@ _KNOWN: dict[tuple[str, str], Callable[[Launch, Reads | None], float]] = {
         "rms_norm_gradients_kernel",
         "for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0))",
     ): _tiles_of_rows,
-    ("sum_parts_kernel", "for first in range(0, num_parts, PARTS)"): _tiles_of_parts,
     ("_turn_back", "for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0))"): _tiles_of_heads,
     ("sum_of_equal_keys_kernel", "for first in range(0, K, BLOCK)"): _blocks_of_entries,
     ("gather_sum_kernel", "for start in range(0, J, ENTRIES)"): _chunks_of_reads,
