@@ -149,6 +149,22 @@ class ReadsFromBefore(TorchDispatchMode):
         return out
 
 
+def watched(seen: list[set[int]]) -> Capture:
+    """A capture whose replays each add to `seen` what they read from before."""
+
+    def capture(work: Work) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+        results, replay = replayed_on_a_cpu(work)
+
+        def watching() -> None:
+            with ReadsFromBefore() as reads:
+                replay()
+            seen.append(reads.read)
+
+        return results, watching
+
+    return capture
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_replay_reads_stays_where_it_is(run_ranks: RunRanks, name: str) -> None:
     """Steps and evaluations lie between two replays: whatever they make anew, a graph would not see."""
@@ -156,18 +172,8 @@ def test_what_a_replay_reads_stays_where_it_is(run_ranks: RunRanks, name: str) -
     def main() -> tuple[int, set[int]]:
         seen: list[set[int]] = []
 
-        def watched(work: Work) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
-            results, replay = replayed_on_a_cpu(work)
-
-            def watching() -> None:
-                with ReadsFromBefore() as reads:
-                    replay()
-                seen.append(reads.read)
-
-            return results, watching
-
         with tiny_run(one_by_one(CASES[name])) as run:
-            with_graph(run, watched)
+            with_graph(run, watched(seen))
             run.train(3)
         return len(seen), set.union(*seen) - set.intersection(*seen)
 
@@ -180,18 +186,8 @@ def test_a_sum_that_is_made_anew_is_seen(run_ranks: RunRanks) -> None:
     def main() -> set[int]:
         seen: list[set[int]] = []
 
-        def watched(work: Work) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
-            results, replay = replayed_on_a_cpu(work)
-
-            def watching() -> None:
-                with ReadsFromBefore() as reads:
-                    replay()
-                seen.append(reads.read)
-
-            return results, watching
-
         with tiny_run(one_by_one(CASES["losses of memories"])) as run:
-            with_graph(run, watched)
+            with_graph(run, watched(seen))
             (model,) = map(unwrap, run.chunks)
             begin = model.begin_step
             kept: list[Tensor] = []
