@@ -76,7 +76,7 @@ class FamilyInStage:
         table_elements: of the tables that they read.
         lookups: rows of the bank that each of them reads, or each chunk, if its layers read together.
         backward_lookups: of these, the ones that have a backward pass.
-        window: share of the rows of its bank that a layer sees, on the average.
+        window: mean share of its bank's rows that a layer sees. Tables of token ids have no rows before the tokenizer is known.
     """
 
     memory: MemoryConfig
@@ -266,7 +266,7 @@ def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemo
         sum(_elements(part.model, part.model.memory_plan.banks[bank]) for bank in {layer.view.bank for layer in own}),
         tuple(layer.view.num_bank_rows for layer in own),
         tuple(layer.view.num_bank_rows for layer in own if layer.span.read >= part.first_block),
-        sum(layer.view.num_rows / layer.view.num_bank_rows for layer in own) / max(1, len(own)),
+        sum(layer.view.num_rows / max(1, layer.view.num_bank_rows) for layer in own) / max(1, len(own)),
     )
 
 
