@@ -66,6 +66,7 @@ class RunState:
         tokenizer: fingerprint of the tokenizer of its data; None: a version wrote it that kept none.
         trained_on: data sets, from the step on at which they changed; it begins above 0 where a version wrote the steps
             before that kept none.
+        owes_evaluation: an evaluation was due after this step, and passed over because the run was told to stop.
     """
 
     step: int = 0
@@ -81,6 +82,7 @@ class RunState:
     trained: tuple[tuple[int, TrainedLayers], ...] = ()
     tokenizer: str | None = None
     trained_on: tuple[TrainedOn, ...] = ()
+    owes_evaluation: bool = False
 
     def __post_init__(self) -> None:
         # As JSON gives them back, they are lists.
@@ -90,6 +92,11 @@ class RunState:
         object.__setattr__(self, "trained", tuple(trained))
         parts = (part if isinstance(part, TrainedOn) else TrainedOn.from_plain(part) for part in self.trained_on)
         object.__setattr__(self, "trained_on", tuple(parts))
+
+    @property
+    def num_finished(self) -> int:
+        """Steps of which nothing is left to do."""
+        return self.step - self.owes_evaluation
 
     @property
     def num_passed_over(self) -> int:
@@ -158,5 +165,6 @@ class RunState:
             consumed_samples=self.consumed_samples,
             num_spikes=self.num_spikes,
             num_rewinds=self.num_rewinds + 1,
+            owes_evaluation=False,
             passed_over=(*before, (saved.consumed_samples, self.consumed_samples)),
         )

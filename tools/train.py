@@ -142,7 +142,7 @@ def train_rank(
             if owner is not None:
                 # Not before the run is opened: what is refused leaves the folder as it was.
                 _record(stages, folder, start)
-            finished = run.state.step >= run.config.train.num_steps
+            finished = run.state.num_finished >= run.config.train.num_steps
             if speaks:
                 if groups.device.type == "cpu" and takes_products_in_fp32(run.config):
                     print("bf16: these cores cannot multiply it, so products are taken in fp32 and rounded", flush=True)

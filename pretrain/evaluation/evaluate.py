@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -38,6 +38,10 @@ class Evaluation:
     by_domain: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
+class EvaluationStopped(Exception):
+    """The evaluation was told to stop before its last pass, on all ranks."""
+
+
 def evaluate(
     chunks: Sequence[Chunk],
     held_out: HeldOutDataset,
@@ -46,13 +50,18 @@ def evaluate(
     micro_batch_size: int,
     pipeline: int,
     progress: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Predict every held-out token once, whatever its domain, in one pass. Collective.
+    """Predict every held-out token once, whatever its domain. Collective.
 
     Args:
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).
+        stopped: tells, on all ranks alike, whether to leave off; asked before each pass of some 16 microbatches.
+
+    Raises:
+        EvaluationStopped: `stopped` said so.
     """
     streams, passes = passes_over(held_out, chunks, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
     num_domains = len(held_out.domains) if len(held_out.domains) > 1 else 0
@@ -60,6 +69,8 @@ def evaluate(
     shown = progress and groups.is_main
     with Progress("evaluating", total=len(passes), leave=False) if shown else nullcontext() as bar:
         for num_microbatches in passes:
+            if stopped():
+                raise EvaluationStopped
             loss = evaluation_loss(
                 chunks,
                 streams,

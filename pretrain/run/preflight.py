@@ -130,7 +130,7 @@ def check_submission(
     folder.check_writable()
     newest, _ = newest_complete(folder.checkpoints)
     if newest is not None:
-        check_resumable(stages[stage_of_step(stages, newest.step)], newest)
+        check_resumable(stages[stage_of_step(stages, newest.run.num_finished)], newest)
     elif start is not None:
         check_resumable(stages[0], start, as_new_run=True)
     if (newest := newest or start) is not None:

@@ -12,7 +12,8 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.engine.build import unwrap
-from pretrain.evaluation.evaluate import Evaluation, evaluate
+from pretrain.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate
 from pretrain.progress import Progress
 from pretrain.run.history import End, Incident, Start, now, write_event
 from pretrain.run.owner import Owner
@@ -385,25 +386,41 @@ class Checkpoints(Callback):
 class Evaluations(Callback):
     """Evaluate every so many steps, and after the last one, and tell the other callbacks. All ranks.
 
-    Data without held-out documents is not evaluated.
+    Data without held-out documents is not evaluated. An evaluation that a stop passes over is made up for when the run
+    goes on.
     """
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners
 
+    def on_start(self, run: Run) -> None:
+        if run.state.owes_evaluation:
+            self._evaluate(run)
+
     def on_step(self, run: Run, row: Row) -> None:
         every = run.config.evaluation.every_steps
         last = run.state.step == run.config.train.num_steps
-        if len(run.held_out) and (last or (every and run.state.step % every == 0)):
+        if last or (every and run.state.step % every == 0):
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        run.state = replace(run.state, owes_evaluation=False)
+        if not len(run.held_out):
+            return
+        try:
             evaluation = evaluate(
                 run.chunks,
                 run.held_out,
                 run.groups,
                 micro_batch_size=run.config.train.micro_batch_size,
                 pipeline=run.config.parallel.pipeline,
+                stopped=partial(run.stop.ask, run.groups.device),
             )
-            for listener in self._listeners:
-                listener.on_evaluation(run, evaluation)
+        except EvaluationStopped:
+            run.state = replace(run.state, owes_evaluation=True)
+            return
+        for listener in self._listeners:
+            listener.on_evaluation(run, evaluation)
 
 
 def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:

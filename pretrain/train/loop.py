@@ -37,22 +37,21 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
             cannot be written.
     """
     config = run.config
-    stop = stop or StopRequest()
+    run.stop.request = stop or StopRequest()
     batches = run.batches()
     try:
         for callback in callbacks:
             callback.on_start(run)
-        while run.state.step < config.train.num_steps:
-            result, row = take_step(run, batches, stop_requested=stop.requested)
+        while run.state.step < config.train.num_steps and not run.stop.known:
+            result, row = take_step(run, batches, stop_requested=run.stop.requested)
             _tell(run, callbacks, result)
             if result.spike and config.health.spikes.action == "rewind" and _went_back(run, callbacks, result.spike):
                 batches = run.batches()
                 continue
+            run.stop.known |= result.stop_requested
             for callback in callbacks:
                 callback.on_step(run, row)
             _check_progress(run, result)
-            if result.stop_requested and run.state.step < config.train.num_steps:
-                break
         for callback in callbacks:
             callback.on_end(run)
     except BaseException:
@@ -61,10 +60,11 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
         for callback in callbacks:
             callback.on_failure(run)
         raise
-    if run.state.step < config.train.num_steps:
+    if run.state.num_finished < config.train.num_steps:
+        owed = ", with the evaluation of this step first" if run.state.owes_evaluation else ""
         raise StoppedEarly(
             f"stopped at step {run.state.step} of {config.run_steps} as asked; "
-            f"a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on"
+            f"a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on{owed}"
         )
 
 

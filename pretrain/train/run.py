@@ -41,9 +41,11 @@ from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from pretrain.run.owner import Owner, owned
 from pretrain.run.preflight import check_gpu_memory
+from pretrain.run.rows import numbered_rows
 from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_started
 from pretrain.run.trained_data import check_trained_data, data_read, knows_special_tokens
 from pretrain.state import RunState
+from pretrain.train.agreed_stop import AgreedStop
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Run:
         last_saved_step: step of the newest checkpoint, or of the one that is being written, or None.
         saver: writes the checkpoints.
         graph: of a microbatch (`train.cuda_graph`).
+        stop: heeded by the loop after a step, and by evaluations in their middle.
     """
 
     config: RunConfig
@@ -74,6 +77,7 @@ class Run:
     last_saved_step: int | None = None
     saver: Saver = field(default_factory=Saver)
     graph: MicrobatchGraph | None = None
+    stop: AgreedStop = field(default_factory=AgreedStop)
 
     @property
     def num_microbatches(self) -> int:
@@ -207,8 +211,10 @@ def open_run(
     if saved is not None:
         with_moments = not resets_optimizer(config, saved)
         run.state = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
-        if config.stage is None or saved.path.parent == folder.checkpoints:
+        is_own = saved.path.parent == folder.checkpoints
+        if config.stage is None or is_own:
             run.last_saved_step = state.step
+        run.state = replace(run.state, owes_evaluation=is_own and _owes_evaluation(run))
     run.state = run.state.reading(tokenizer.fingerprint, data_read(trained_on))
     _record_config(run)
     return run
@@ -247,6 +253,16 @@ def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
         if refusal[0] is not None:
             raise refusal[0]
         yield owner
+
+
+def _owes_evaluation(run: Run) -> bool:
+    """Tell whether the evaluation that a stop passed over is still to be made up for: its row is not there. Collective."""
+    owed = [run.state.owes_evaluation]
+    if run.groups.is_main and owed[0]:
+        rows = numbered_rows(run.folder.metrics, step=int)
+        owed = [not any(row.values["step"] == run.state.step and "validation_loss" in row.values for row in rows)]
+    dist.broadcast_object_list(owed, src=0)
+    return owed[0]
 
 
 def _refuse_taken_names(folder: RunFolder, state: RunState, groups: ParallelGroups) -> None:

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from parallel.groups import ParallelGroups
 from pretrain.checkpoint.folder import SavedState
@@ -21,6 +20,7 @@ from pretrain.engine.session import relaid
 from pretrain.errors import StoppedEarly
 from pretrain.run.folder import RunFolder
 from pretrain.run.stop import StopRequest
+from pretrain.train.agreed_stop import AgreedStop
 from pretrain.train.health.out_of_memory import out_of_memory_explained
 from pretrain.train.run import Run, checkpoint_of_step, newest_checkpoint, open_run
 
@@ -56,9 +56,9 @@ def train_stages(
     checked = saved is not None
     saved = saved or start
     last_step = stages[-1].train.num_steps
-    if saved is not None and last_step < stages[-1].run_steps and last_step <= saved.step:
+    if saved is not None and last_step < stages[-1].run_steps and last_step <= saved.run.num_finished:
         return False
-    number = 0 if saved is None else stage_of_step(stages, saved.step)
+    number = 0 if saved is None else stage_of_step(stages, saved.run.num_finished)
     layout = parallel_sizes(stages[0])
     for config in stages[number:]:
         if parallel_sizes(config) != layout:
@@ -89,9 +89,7 @@ def _free_memory() -> None:
 
 def _heed(stop: StopRequest, saved: SavedState, num_steps: int, groups: ParallelGroups) -> None:
     """Stop here if any rank was told to, and not after another stage has been opened."""
-    requested = torch.tensor(float(stop.requested), device=groups.device)
-    dist.all_reduce(requested)
-    if requested.item():
+    if AgreedStop(stop).ask(groups.device):
         raise StoppedEarly(
             f"stopped at step {saved.step} of {num_steps} as asked, at the end of a stage; it was saved in {saved.path}: "
             "run the same command again to go on"

@@ -85,6 +85,19 @@ class AskToStop(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class AskToStopInEvaluation(Callback):
+    """Sends this rank SIGTERM in the first forward pass of the evaluation after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step == self._step - 1:
+            run.chunks[-1].register_forward_hook(
+                lambda chunk, *_: None if chunk.training else os.kill(os.getpid(), signal.SIGTERM)
+            )
+
+
 class DieInStep(Callback):
     """Kills this rank in the middle of a step: after its first microbatch went forward through the model."""
 
@@ -177,6 +190,34 @@ def test_a_rank_killed_in_mid_step_costs_nothing(
     assert last_step(tmp_path / "run") == 12
     train_in_ranks(config_file, tmp_path / "run", layout)
     assert_same_run(tmp_path / "run", straight.path)
+
+
+@ON_FOUR
+@pytest.mark.parametrize("step", [2, 4], ids=["in the middle", "at the end"])
+def test_a_stop_leaves_an_evaluation_to_the_next_start(
+    layout: Layout, step: int, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    """Three passes of 16 microbatches and fewer, of which the first one is finished."""
+    words = ("train.num_steps=4", "train.micro_batch_size=2", "evaluation={every_steps: 2, max_sequences: 72}")
+    layout = Layout((*layout.overrides, *words), layout.num_ranks)
+    straight = train_in_ranks(config_file, tmp_path / "straight", layout).path
+    run, victim = tmp_path / "run", layout.num_ranks - 1
+    with pytest.raises(
+        RankError, match=f"stopped at step {step} of 4 as asked.* with the evaluation of this step first"
+    ):
+        train_in_ranks(config_file, run, layout, lambda rank: [AskToStopInEvaluation(step)] if rank == victim else [])
+    assert last_step(run) == step
+    assert [row["step"] for row in evaluations(run)] == [2][: step // 2 - 1]
+    command = ("train", config_file, *layout.overrides, "--run-dir", run)
+    result = megamem(*command)
+    assert result.code == 0, result.output
+    assert f"(step {step})" in result.output
+    assert steps(run) == steps(straight)
+    assert evaluations(run) == evaluations(straight)
+    assert_same_tensors(checkpoint(run, 4), checkpoint(straight, 4))
+    # What is made up for is owed no more.
+    assert "is finished: 4 steps done" in megamem(*command).output
+    assert evaluations(run) == evaluations(straight)
 
 
 @ON_FOUR

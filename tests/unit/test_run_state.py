@@ -54,6 +54,7 @@ def test_a_state_survives_being_written() -> None:
         "trained": (),
         "tokenizer": None,
         "trained_on": (),
+        "owes_evaluation": False,
     }
     assert RunState(**asdict(state)) == state
 
@@ -65,6 +66,7 @@ def test_a_state_comes_back_from_json() -> None:
         passed_over=((8, 12), (20, 28)),
         recent=((0.1 + 0.2, 1e-9), (3.0, 4.0)),
         trained=((0, (2, 4)), (5, None)),
+        owes_evaluation=True,
     )
     assert RunState(**json.loads(json.dumps(asdict(state)))) == state
 

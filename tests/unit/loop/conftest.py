@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain.train.callbacks as callbacks_module
 import pretrain.train.loop as loop
 import pretrain.train.run as run_module
 from pretrain.config.schema import RunConfig
-from pretrain.evaluation.evaluate import Evaluation
+from pretrain.evaluation.evaluate import Evaluation, EvaluationStopped
 from pretrain.run.folder import RunFolder
 from pretrain.state import RunState
 from pretrain.train.run import Run
@@ -53,6 +55,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         def evaluate(*arguments: Any, **keywords: Any) -> Evaluation:
             assert arguments == (run.chunks, run.held_out, run.groups)
+            stopped = keywords.pop("stopped")
+            for number in range(1, 4):
+                if stopped():
+                    world.log.append(f"evaluation {run.state.step} left in pass {number}")
+                    raise EvaluationStopped
+                if (run.state.step, number) == world.asked_in_evaluation:
+                    os.kill(os.getpid(), signal.SIGTERM)
             assert keywords == {"micro_batch_size": config.train.micro_batch_size, "pipeline": 2}
             world.log.append(f"evaluate {run.state.step}")
             return Evaluation(1.5, 2.5, 3, 4)
@@ -69,6 +78,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 world.log.append("observed")
                 return {3: {"coverage": 0.25}}
 
+        # One rank: what it was told is what all know.
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
         monkeypatch.setattr(loop, "train_step", world.step)
         monkeypatch.setattr(loop, "seed_step", lambda seed, step: world.log.append(f"seed {seed} {step}"))
         monkeypatch.setattr(run_module, "entries_to_save", entries)

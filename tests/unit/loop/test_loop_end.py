@@ -55,11 +55,63 @@ def test_a_signal_stops_after_the_next_step(make: Any) -> None:
         assert [step.arguments["stop_requested"] for step in world.steps] == [False, False, False, True]
 
 
-def test_a_run_that_is_told_to_stop_on_its_last_step_is_finished(make: Any) -> None:
+def test_a_stop_passes_over_the_evaluation_of_its_step(make: Any) -> None:
+    world = make(spaced(evaluation=5))
+    world.asked = 5
+    with pytest.raises(
+        StoppedEarly, match=r"stopped at step 5 of 12 .* to go on, with the evaluation of this step first$"
+    ):
+        world.train()
+    assert world.log[-2:] == ["evaluation 5 left in pass 1", "save 5"]
+    assert world.run.state.owes_evaluation
+    assert all("validation_loss" not in row for row in world.rows)
+
+
+def test_a_stop_in_an_evaluation_ends_it_before_its_next_pass(make: Any) -> None:
+    """No further step is taken, and no evaluation by the run that goes on is missing."""
+    world = make(spaced(evaluation=5))
+    world.asked_in_evaluation = (10, 2)
+    with pytest.raises(StoppedEarly, match="stopped at step 10 of 12"):
+        world.train()
+    assert world.log[-3:] == ["step 10", "evaluation 10 left in pass 3", "save 10"]
+    again = make(spaced(evaluation=5), world.run.state)
+    again.train()
+    assert again.log[0] == "evaluate 10"
+    assert not again.run.state.owes_evaluation
+    assert [row["step"] for row in again.rows if "validation_loss" in row] == [5, 10, 12]
+
+
+def test_a_run_that_is_told_to_stop_on_its_last_step_still_owes_an_evaluation(make: Any) -> None:
     world = make()
     world.asked = 12
+    with pytest.raises(StoppedEarly, match="stopped at step 12 of 12"):
+        world.train()
+    assert world.log[-2:] == ["evaluation 12 left in pass 1", "save 12"]
+    again = make(state=world.run.state)
+    again.run.last_saved_step = 12
+    again.train()
+    assert again.log == ["evaluate 12"]
+    assert [row["step"] for row in again.rows if "validation_loss" in row] == [12]
+
+
+def test_a_run_that_is_told_to_stop_again_takes_no_step(make: Any) -> None:
+    state = RunState(step=5, owes_evaluation=True)
+    world = make(state=state)
+    world.asked_in_evaluation = (5, 1)
+    world.run.last_saved_step = 5
+    with pytest.raises(StoppedEarly, match="stopped at step 5 of 12"):
+        world.train()
+    assert world.log == ["evaluation 5 left in pass 2"]
+    assert world.run.state == state
+
+
+def test_a_run_without_held_out_documents_owes_none(make: Any) -> None:
+    world = make(spaced(evaluation=5))
+    world.run.held_out = ()
+    world.asked = 12
     world.train()
-    assert world.log[-2:] == ["evaluate 12", "save 12"]
+    assert world.log[-1] == "save 12"
+    assert not world.run.state.owes_evaluation
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_as_an_error(make: Any) -> None:

@@ -82,6 +82,7 @@ class World:
         steps: the calls of the step.
         skipped: steps (from 1) without a finite gradient.
         asked: the step (from 1) on which some rank was told to stop.
+        asked_in_evaluation: step, and pass of its evaluation (from 1), in which this rank was.
         weights_are_complete: since the last step.
     """
 
@@ -90,6 +91,7 @@ class World:
     steps: list[Step] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     asked: int = 0
+    asked_in_evaluation: tuple[int, int] = (0, 0)
     weights_are_complete: bool = False
 
     def complete_weights(self, chunks: Any) -> None:
