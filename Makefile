@@ -59,7 +59,7 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	  else "$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output $(DATA); fi
 	@echo "3/7 Training configs/quickstart.yaml on $(RANKS) data-parallel ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
 	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc $(RANKS) train.micro_batch_size=$$(( $(RANKS) > 2 ? 8 / $(RANKS) : 4 )) --run-dir "$(RUN)" $(OVERRIDES)
-	@echo "4/7 The last ten steps again, from the same checkpoint, on tensor 2 x pipeline 2 with the tables split over two ranks each: the losses stay."
+	@echo "4/7 The last ten steps again, from the same checkpoint, on tensor 2 x pipeline 2 with the tables split over two ranks each: losses differ by rounding alone, or it says where they part."
 	@"$(BIN)/megamem" replay "$(RUN)" parallel.tensor=2 parallel.pipeline=2 parallel.memory=2
 	@echo "5/7 Evaluating on all held-out documents, with the memory and without"
 	@"$(BIN)/megamem" eval "$(RUN)" --ablate

@@ -22,6 +22,8 @@ from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_worl
 if TYPE_CHECKING:
     from pretrain.checkpoint.folder import SavedState
 
+_MAX_ROUNDING = 1e-5
+"""Difference of two losses, in nats per token, that other orders of additions explain."""
 _EPILOG = """\
 examples:
   megamem replay runs/quickstart parallel.tensor=2 parallel.pipeline=2
@@ -118,5 +120,17 @@ def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses:
                         flush=True,
                     )
         if groups.is_main:
-            worst = max(differences, key=lambda step: abs(differences[step]))
-            print(f"largest difference of {len(differences)} steps: {abs(differences[worst]):.1e}, in step {worst}")
+            print(_conclusion(differences))
+
+
+def _conclusion(differences: Mapping[int, float]) -> str:
+    """The largest difference of the steps, and where the losses part, if they do."""
+    worst = max(differences, key=lambda step: abs(differences[step]))
+    found = f"largest difference of {len(differences)} steps: {abs(differences[worst]):.1e}, in step {worst}"
+    parted = next((step for step in differences if abs(differences[step]) > _MAX_ROUNDING), None)
+    if parted is None:
+        return f"{found}: the losses stay"
+    return (
+        f"{found}. The losses part in step {parted}: from there on rounding has changed which rows a token retrieves, "
+        "or the replay trains in another way"
+    )
