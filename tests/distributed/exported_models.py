@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from exported import export
-from huggingface_models import TOKEN_MAP, VOCAB_SIZE
+from huggingface_models import BOUNDARIES, TOKEN_MAP, VOCAB_SIZE
 from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
@@ -22,7 +22,11 @@ from tests.whole_tensors import whole_tensors
 
 
 def some_tokens(sequences: int = 3, length: int = 16) -> Tensor:
-    return torch.randint(0, VOCAB_SIZE, (sequences, length), generator=torch.Generator().manual_seed(5))
+    """Texts [sequences, length] of random ids, every fifth of which is a boundary, wherever that falls."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB_SIZE, (sequences, length), generator=generator)
+    boundaries = torch.tensor(BOUNDARIES)[torch.randint(0, len(BOUNDARIES), tokens.shape, generator=generator)]
+    return torch.where(torch.rand(tokens.shape, generator=generator) < 0.2, boundaries, tokens)
 
 
 def export_all(run_ranks: Any, root: Path, models: Mapping[str, ModelConfig]) -> Callable[[str], tuple[Path, Tensor]]:

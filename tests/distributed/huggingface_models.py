@@ -31,7 +31,16 @@ LINEAR: Any = {"num_heads": 2, "num_rows": 50, "key_dim": 6, "top_k": 5, "value_
 INSERTED = PlacementConfig(blocks=(0, 2), position="inserted")
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 V2 = replace(MEMORY, top_k=6)
-NGRAMS: Any = {"heads_per_order": 2, "rows_per_head": 40, "value_dim": 6, "vocab_size": VOCAB_SIZE, "boundary_id": 7}
+BOUNDARIES = (7, 200)
+"""Ids at which windows of the models' n-grams may end: every text of these tests has some inside."""
+NGRAMS: Any = {
+    "heads_per_order": 2,
+    "rows_per_head": 40,
+    # Odd, so that codes of four bits end in half a byte.
+    "value_dim": 7,
+    "vocab_size": VOCAB_SIZE,
+    "boundary_id": BOUNDARIES[0],
+}
 MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
 TOKEN_MAP = "to_50_ids.npy"
 BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
@@ -135,7 +144,7 @@ MODELS: dict[str, ModelConfig] = {
         BASE,
         memory=EngramConfig(
             rules="ple",
-            **(NGRAMS | {"boundary_id": 200}),
+            **(NGRAMS | {"boundary_id": BOUNDARIES[1]}),
             max_order=4,
             conv_kernel=2,
             projection_biases=False,

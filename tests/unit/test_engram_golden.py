@@ -24,6 +24,7 @@ from megamem.families.engram.token_map import read_token_map
 from megamem.halo import WholeSequences
 from megamem.inputs import Inputs, pack
 from megamem.placement.sharing import BankSpec, LayerView
+from megamem.placement.spans import PlacementConfig
 from pretrain.config.stages import load_config
 from pretrain.data.compression import canonical_key, compress, write_token_map
 from pretrain.data.tokenizer import ByteTokenizer
@@ -204,6 +205,25 @@ def test_tokens_hash_to_the_recorded_bits(golden_dir: Path, name: str) -> None:
         multipliers = numpy_multipliers(num, ids, memory.hash_seed, case.config["layer_ids"][0])
     assert list(sizes) == tensors["const.table_sizes"].tolist()
     assert list(multipliers) == tensors["const.multipliers"].tolist()
+
+
+@pytest.mark.parametrize(("rules", "numbers"), [("engram", (1, 4)), ("ple", (0, 1))])
+def test_layers_draw_multipliers_by_the_number_that_their_rules_say(rules: Any, numbers: tuple[int, int]) -> None:
+    """Layers of blocks 1 and 4, whose banks are the fourth and fifth of a model with three of another family."""
+    memory = EngramConfig(
+        rules=rules, heads_per_order=2, rows_per_head=11, value_dim=6, vocab_size=90, boundary_id=7, hash_seed=5,
+        placement=PlacementConfig(blocks=(1, 4)),
+    )  # fmt: skip
+    megatron = TransformerConfig(num_layers=6, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    draw = splitmix_multipliers if rules == "ple" else numpy_multipliers
+    ops = select_kernels("naive", device_type="cpu")
+    for bank, number in zip((3, 4), numbers, strict=True):
+        rows = sum(memory.sizes(bank - 2)[-1])
+        view = LayerView(bank, 0, rows, rows, banks_before=3)
+        own = Bank(BankSpec(bank, rows, (0,)), memory, ops, dtype=torch.float32, device="cpu", replica_rank=0)
+        layer = EngramLayer(megatron, memory, view, own, kernels=ops, name="layer", seed=0)
+        layer.calibrate(0)
+        assert tuple(layer.multipliers.tolist()) == draw(memory.max_order, 90, 5, number)
 
 
 @pytest.mark.parametrize("cut", [False, True])
