@@ -22,6 +22,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.parameters import matrices_of
 from megamem.placement.spans import PlacementConfig
+from megamem.width_config import MupConfig
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
 from pretrain.config.schema import RunConfig
@@ -50,15 +51,18 @@ NGRAMS = replace(
 )
 
 
-def step_of_oracle(name: str, before: Tensor, gradients: list[Tensor], config: RunConfig) -> Tensor:
-    """A parameter behind as many updates of torch.optim.Muon as there are gradients, matrix by matrix."""
+def step_of_oracle(
+    name: str, before: Tensor, gradients: list[Tensor], config: RunConfig, factor: float = 1.0
+) -> Tensor:
+    """A parameter behind as many updates of torch.optim.Muon as there are gradients, matrix by matrix, each of which is
+    `factor` times as large."""
     keys = config.optimizer
     after = before.clone()
     views = matrices_in(name, after, config.model)
     matrices = [nn.Parameter(view.reshape(-1, view.shape[-1]).clone()) for view in views]
     optimizer = torch.optim.Muon(
         matrices,
-        lr=LR * MULTIPLIER,
+        lr=LR * MULTIPLIER * factor,
         weight_decay=DECAY,
         momentum=keys.muon_momentum,
         nesterov=keys.muon_nesterov,
@@ -72,6 +76,39 @@ def step_of_oracle(name: str, before: Tensor, gradients: list[Tensor], config: R
     for view, matrix in zip(views, matrices, strict=True):
         view.copy_(matrix.detach().view(view.shape))
     return after
+
+
+BACKBONE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@NEEDS_ORACLE
+@pytest.mark.parametrize(("scale", "factor"), [("original", 1.0), ("match_rms_adamw", 8**-0.5)])
+def test_updates_follow_the_width_as_the_page_says(run_ranks: Any, scale: str, factor: float) -> None:
+    """Matrices of attention and feed-forward, of which both sides grow: eight times the base's."""
+    model = replace(SHARED.model, mup=MupConfig(base_hidden_size=SHARED.model.hidden_size // 8, base_head_dim=4))
+    keys: dict[str, Any] = {"muon_scale": scale, "muon_lr_multiplier": MULTIPLIER, "muon_weight_decay": DECAY}
+    config = by_muon(replace(SHARED, model=model), "fp32", **keys)
+    config = replace(config, optimizer=replace(config.optimizer, lr=LR, warmup_steps=0, schedule="constant"))
+
+    def main() -> dict[str, float]:
+        with tiny_run(config) as run:
+            (bare,) = run.bare
+            weights = {name: p for name, p in bare.named_parameters() if any(part in name for part in BACKBONE)}
+            before = {name: weight.detach().clone() for name, weight in weights.items()}
+            run.train(1)
+            found = {}
+            for name, weight in weights.items():
+                decayed = before[name] * (1 - LR * MULTIPLIER * DECAY)
+                by_torch = step_of_oracle(name, before[name], [weight.main_grad], config, factor)
+                # It decays by the rate with the factor, and a model by the rate without.
+                by_torch += before[name] * LR * MULTIPLIER * DECAY * (factor - 1)
+                found[name] = float((weight - by_torch).norm() / (by_torch - decayed).norm())
+            return found
+
+    (found,) = run_ranks(main, 1)
+    assert len(found) == 4 * SHARED.model.num_layers
+    # torch multiplies in bf16.
+    assert max(found.values()) < 0.05, found
 
 
 @NEEDS_ORACLE
@@ -127,6 +164,8 @@ def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: d
 MIDUS = MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3)))
 MODELS = {
     "experts and memories": BESIDE_EXPERTS,
+    # Parts of one matrix of queries, and of a key and a value of another scale, are on either tensor-parallel rank.
+    "wide heads of one group": replace(WIDE, model=replace(WIDE.model, num_query_groups=1)),
     "heads' own matrices": replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS)),
     "latents": replace(
         SHARED,
