@@ -72,6 +72,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WithALaneForSlurm(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _several_chunks() -> None:
+    """Make every test reach a second chunk of what is done in chunks."""
+    from tests.small_chunks import make_chunks_small
+
+    make_chunks_small()
+
+
 @pytest.fixture(scope="session")
 def golden_dir(pytestconfig: pytest.Config) -> Path:
     """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, which must be there, or `shared/golden` beside the repository.

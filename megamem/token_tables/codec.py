@@ -97,7 +97,9 @@ class QuantisedRows(RowCodec):
 
     def decode(self, row_ids: Tensor, records: Tensor) -> Tensor:
         """See `RowCodec`."""
-        scale, codes = records[:, :4].contiguous().view(torch.float32), records[:, 4:].contiguous()
+        # Not `contiguous`, which leaves one row alone its stride, of which a number of 4 bytes is no part.
+        scale, codes = records[:, :4].clone(memory_format=torch.contiguous_format), records[:, 4:].contiguous()
+        scale = scale.view(torch.float32)
         if self.bits == 4:
             # Shifted up, the sign of a half becomes that of the byte; shifted down as a number with sign, it stays.
             halves = torch.stack((codes << 4, codes & 0xF0), 2).view(torch.int8) >> 4

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from kernels.list_topk import naive
 from kernels.rms_norm.op import torch_rms_norm
 from megamem.shuffle import KeyedShuffle
+from megamem.token_tables.codec import QuantisedRows
 
 pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")
 
@@ -35,6 +36,19 @@ NAN, INFINITY = float("nan"), float("inf")
 def test_the_order_of_retrieval_is_that_of_training(scores: list[list[float]], top_k: int) -> None:
     lists = torch.tensor(scores)
     assert torch.equal(memory_megamem.list_topk(lists, top_k), naive.list_topk(lists, top_k))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", [6, 7, 1])
+def test_codes_are_decoded_as_in_training_however_many_rows_are_read(width: int, bits: int) -> None:
+    """One row alone keeps the stride of its table, which is no multiple of the scale's 4 bytes."""
+    table = torch.randn(5, width, generator=torch.Generator().manual_seed(2))
+    codec = QuantisedRows(width, torch.float32, bits)
+    records = codec.encode(0, table)
+    whole = codec.decode(torch.arange(5), records)
+    for rows in (slice(0, 5), slice(2, 4), slice(3, 4), slice(2, 2)):
+        assert torch.equal(memory_megamem.decoded(records[rows], width, bits), whole[rows])
+        assert torch.equal(codec.decode(torch.arange(5)[rows], records[rows]), whole[rows])
 
 
 def test_random_lists_and_lists_with_many_equal_scores() -> None:

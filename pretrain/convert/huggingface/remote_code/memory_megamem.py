@@ -124,7 +124,9 @@ def record_bytes(width: int, bits: int) -> int:
 
 def decoded(records: Tensor, width: int, bits: int) -> Tensor:
     """Rows [n, V] in fp32 of records [n, bytes]: code times scale. Of codes of 4 bits the earlier is the lower half."""
-    scales, codes = records[:, :4].contiguous().view(torch.float32), records[:, 4:].contiguous()
+    # Not `contiguous`, which leaves one row alone its stride, of which a number of 4 bytes is no part.
+    scales, codes = records[:, :4].clone(memory_format=torch.contiguous_format), records[:, 4:].contiguous()
+    scales = scales.view(torch.float32)
     if bits == 4:
         # Shifted up, the sign of a half becomes that of the byte; shifted down as a number with a sign, it stays.
         codes = torch.stack((codes << 4, codes & 0xF0), 2).flatten(1)[:, :width]

@@ -1,0 +1,39 @@
+"""Chunks that work is done in, made so small that tests reach a second one, and a last one that is not full.
+
+A loop over windows of four million elements runs once in a test, whatever it does to the second.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+CHUNKS = {
+    "kernels.common.slices": {"_SLICE_ELEMENTS": 100},
+    "megamem.usage": {"_SLICE_ELEMENTS": 100},
+    "pretrain.checkpoint.hashes": {"_READ_BYTES": 1000},
+    "pretrain.checkpoint.store.lazy_tensor": {"_SPAN_BYTES": 1000, "_WORTH_A_SEEK_BYTES": 30},
+    "pretrain.convert.huggingface.quantised": {"_ELEMENTS_AT_A_TIME": 30},
+    "pretrain.data.columns": {"_ROWS_PER_READ": 2},
+    "pretrain.data.contents": {"_READ_BYTES": 1000},
+    "pretrain.data.indexed_files": {"_DOCUMENTS_AT_ONCE": 3},
+    "pretrain.data.manifest": {"_BYTES_AT_ONCE": 1000},
+    "pretrain.data.quantise": {"_DISTANCES_AT_A_TIME": 1000},
+    "pretrain.data.workers": {"_MAX_BATCH_RECORDS": 3},
+    "pretrain.engine.bf16_gradients": {"_WINDOW_ELEMENTS_ON_CPU": 100},
+    "pretrain.engine.replica_rows": {"_WINDOW_ELEMENTS_ON_CPU": 100},
+    "pretrain.engine.stored_tables": {"_ROWS_AT_A_TIME": 7},
+    "pretrain.evaluation.analysis.deciles": {"_TOKENS_AT_ONCE": 50},
+    "pretrain.evaluation.analysis.ngrams": {"_NGRAMS_AT_ONCE": 5},
+    "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
+    "pretrain.train.health.replicas": {"PART_ELEMENTS": 100},
+}
+"""Constants by module, and what they are in tests."""
+
+
+def make_chunks_small() -> None:
+    """Set the constants in this process, from which ranks and commands are forked."""
+    for name, constants in CHUNKS.items():
+        module = importlib.import_module(name)
+        for constant, size in constants.items():
+            assert getattr(module, constant) >= size, f"{name}.{constant} is small already"
+            setattr(module, constant, size)
