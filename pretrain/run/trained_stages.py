@@ -29,6 +29,11 @@ _DECIDES = (
 _ONLY_RUNS = ("model.implementation", "optimizer.value_offload")
 
 
+def decides_weights(key: str) -> bool:
+    """Tell whether a stage's weights depend on a key; by the others it runs in another way."""
+    return key.startswith(_DECIDES) and key not in _ONLY_RUNS
+
+
 @dataclass(frozen=True)
 class _Trained:
     """The part of a stage that a run has behind itself: its last step, and whether the stage ends there or before."""
@@ -115,7 +120,7 @@ def _changes(before: RunConfig, now: RunConfig, read: Mapping[str, str]) -> Iter
         )
         now = replace(now, data=replace(now.data, datasets=known))
     for key, change in config_changes(before, now).items():
-        if key.startswith(_DECIDES) and key not in _ONLY_RUNS:
+        if decides_weights(key):
             yield change
 
 

@@ -87,8 +87,10 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     state = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
+        dtype = entry.properties.dtype
         # A hole would show.
-        state[name] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        hole = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        state[name] = torch.full(entry.size, hole, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch_checkpoint.load(state, storage_reader=reader, no_dist=True)

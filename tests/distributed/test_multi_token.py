@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from test_layouts import Shard, assembled, digests, shards
 from tiny_runs import MEMORY, SHARED, VOCAB_SIZE, build, joined, on, random_batches
 from torch import Tensor
 
+from megamem.attention.documents import document_bounds
 from megamem.config import ModelConfig, MultiTokenConfig
-from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.config.schema import DataConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.step import evaluation_loss
 from pretrain.train.loop import take_step
@@ -166,11 +168,14 @@ def plain_losses(text: Tensor, counted: Tensor, weights: dict[str, Tensor]) -> l
     raise AssertionError
 
 
-def compare_with_the_definition() -> tuple[dict[str, float], dict[str, float]]:
-    """Errors of sums of losses, and of gradients by parameter, over two sequences in fp64."""
+def compare_with_the_definition(starts: tuple[tuple[int, ...], ...]) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of sums of losses, and of gradients by parameter, over two sequences in fp64, whose documents begin at
+    `starts`: each of several is a text of its own.
+    """
     from megamem.backbone.multi_token import stacked, tokens_ahead
 
-    config = RunConfig(model=PLAIN, train=TrainConfig(sequence_length=12, loss_chunk_tokens=5))
+    data = DataConfig(documents="packed" if starts == ((0,), (0,)) else "separate")
+    config = RunConfig(model=PLAIN, train=TrainConfig(sequence_length=12, loss_chunk_tokens=5), data=data)
     with joined(config) as groups:
         (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
         generator = torch.Generator().manual_seed(3)
@@ -180,20 +185,32 @@ def compare_with_the_definition() -> tuple[dict[str, float], dict[str, float]]:
                 parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
         text = torch.randint(VOCAB_SIZE, (2, 13), generator=generator)
         counted = (torch.rand(2, 12, generator=generator) < 0.7).double()
-        positions = torch.arange(12).expand(2, -1)
+        positions = torch.arange(12).repeat(2, 1)
+        for sequence, own in enumerate(starts):
+            for start in own[1:]:
+                positions[sequence, start:] = torch.arange(12 - start)
+                # The label of a document's last token is of the next one.
+                counted[sequence, start - 1] = 0
+        bounds = None if data.documents == "packed" else document_bounds(positions)
         batch = {"labels": text[:, 1:]}
         batch |= tokens_ahead(batch["labels"], counted, positions, 2)
         chunk.begin_step()
-        losses = chunk(text[:, :-1], positions, None, labels=stacked(batch, 2))
+        losses = chunk(text[:, :-1], positions, bounds, labels=stacked(batch, 2))
         (losses * counted).sum().backward()
         weights = {name: p.detach().clone().requires_grad_() for name, p in chunk.named_parameters()}
-        sums = [
-            torch.stack(parts).sum() for parts in zip(*map(plain_losses, text, counted, [weights] * 2), strict=True)
+        documents = [
+            plain_losses(
+                text[sequence, start : end + (end == 12)], counted[sequence, start : end - (end < 12)], weights
+            )
+            for sequence, own in enumerate(starts)
+            for start, end in itertools.pairwise((*own, 12))
         ]
+        sums = [torch.stack(parts).sum() for parts in zip(*documents, strict=True)]
         (sums[0] + 0.7 / 2 * (sums[1] + sums[2])).backward()
         measured = [float((losses * counted).sum()), *chunk.multi_token.sums[:, 0].tolist()]
         of_losses = {str(n): abs(a / float(b) - 1) for n, (a, b) in enumerate(zip(measured, sums, strict=True))}
-        targets = [int(counted[:, n:].sum()) for n in (1, 2)]
+        goes_on = [positions[:, n:] == positions[:, :-n] + n for n in (1, 2)]
+        targets = [int((counted[:, n:] * on).sum()) for n, on in zip((1, 2), goes_on, strict=True)]
         assert chunk.multi_token.sums[:, 1].tolist() == targets
         gradients = {}
         for name, parameter in chunk.named_parameters():
@@ -204,9 +221,10 @@ def compare_with_the_definition() -> tuple[dict[str, float], dict[str, float]]:
         return of_losses, gradients
 
 
-def test_losses_and_gradients_follow_the_definition(run_ranks: Any) -> None:
+@pytest.mark.parametrize("starts", [((0,), (0,)), ((0, 5), (0, 4, 8))], ids=["one document", "several"])
+def test_losses_and_gradients_follow_the_definition(run_ranks: Any, starts: tuple[tuple[int, ...], ...]) -> None:
     """Megatron keeps rotary frequencies in fp32; all else is in fp64."""
-    ((of_losses, gradients),) = run_ranks(compare_with_the_definition, 1)
+    ((of_losses, gradients),) = run_ranks(lambda: compare_with_the_definition(starts), 1)
     assert set(of_losses) == {"0", "1", "2"}
     assert max(of_losses.values()) < 1e-6, of_losses
     assert max(gradients.values()) < 1e-5, gradients

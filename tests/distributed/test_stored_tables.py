@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from test_checkpoint_layouts import read_all
 from test_layouts import shards
 from test_read_rows import MODELS, Trained, config_of, differences
 from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
@@ -34,6 +36,7 @@ from pretrain.engine.step import evaluation_loss
 from pretrain.engine.stored_tables import Staged, StoredTable, StoredTables
 from pretrain.errors import ConfigError
 from pretrain.train.health.replicas import differing_replicas
+from pretrain.train.loop import take_step
 
 NUM_STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -227,6 +230,40 @@ def test_a_rank_killed_while_it_writes_back_loses_nothing_that_a_checkpoint_has(
             return [*found, differences(expected, trained(run, 2))]
 
     assert run_ranks(resumed, 1) == [[[], [], []]]
+
+
+def test_a_save_waits_for_rows_that_are_being_written_back(run_ranks: Any, tmp_path: Path) -> None:
+    """Rows of the last step are written no sooner than somebody waits for them, however fast the disk is."""
+    device = config_for("engram", "bf16")
+    stored = in_files(device, tmp_path / "tables")
+
+    def main() -> None:
+        with joined(stored) as groups:
+            straight, run = on_samples(device, groups), on_samples(stored, groups)
+            straight.train(2)
+            straight.save(tmp_path / "device")
+            run.train(1)
+            waited_for, write, settle = threading.Event(), StoredTables._write, StoredTables.settle
+
+            def late(*arguments: Any) -> None:
+                waited_for.wait()
+                write(*arguments)
+
+            def awaited(tables: StoredTables) -> None:
+                waited_for.set()
+                settle(tables)
+
+            with patch.object(StoredTables, "_write", late), patch.object(StoredTables, "settle", awaited):
+                try:
+                    take_step(run.run, run.batches)
+                    run.save(tmp_path / "files")
+                finally:
+                    waited_for.set()
+
+    run_ranks(main, 1)
+    expected, found = (read_all(tmp_path / place / "step_00000002") for place in ("device", "files"))
+    assert found.keys() == expected.keys()
+    assert not [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_path: Path) -> None:

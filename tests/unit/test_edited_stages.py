@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from pretrain.config.keys import all_keys
+from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
 from pretrain.run import trained_stages
 from pretrain.run.folder import RunFolder
-from pretrain.run.trained_stages import refuse_edited_past
+from pretrain.run.trained_stages import decides_weights, refuse_edited_past
 
 RUN: dict[str, Any] = {
     "data": {"datasets": [{"path": "/old"}]},
@@ -31,6 +33,18 @@ RUN: dict[str, Any] = {
 def written(path: Path, *overrides: str) -> tuple[Any, ...]:
     path.write_text(yaml.safe_dump(RUN, sort_keys=False))
     return load_stages(path, overrides)
+
+
+RUNS = (
+    *("name", "parallel", "evaluation", "checkpoint", "logging", "health"),
+    *(f"train.{key}" for key in ("micro_batch_size", "recompute", "loss_chunk_tokens", "deterministic", "apex")),
+    *(f"train.{key}" for key in ("max_skipped_steps", "cuda_graph", "kernels")),
+    *("data.num_workers", "data.allow_change", "optimizer.value_offload", "model.implementation"),
+)
+"""Keys and sections that a stage may have otherwise when it is trained."""
+ELSEWHERE = ("seed", "train.num_steps", *(f"stage.{key}" for key in ("name", "steps_before", "samples_before")))
+ELSEWHERE += tuple(f"stage.{key}" for key in ("tokens_before", "first_sample", "run_steps", "run_tokens"))
+"""Keys of a whole run, and what follows from stages' names and lengths."""
 
 
 @pytest.fixture
@@ -91,6 +105,18 @@ def test_the_past_stays(trained: Any, step: int, override: str, told: str) -> No
 )
 def test_what_comes_may_change_and_how_it_runs(trained: Any, step: int, overrides: tuple[str, ...]) -> None:
     trained(step, *overrides)
+
+
+def test_every_key_is_one_or_the_other() -> None:
+    """A key that is new decides the weights, or is written down here as one that does not."""
+    keys = set(all_keys(RunConfig))
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    free = {key for key in leaves if not decides_weights(key)}
+    known = {
+        key for key in leaves if key in ELSEWHERE or any(key == each or key.startswith(f"{each}.") for each in RUNS)
+    }
+    assert free == known
+    assert "data.documents" in leaves - free
 
 
 def test_data_may_have_moved(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
