@@ -25,6 +25,7 @@ MIXED_VALUES = ["move", "lave, every second, a gate per token, more rows"]
 BY_TOKENS = ["move over latents", "tide"]
 TWO = "v2 with one stream and lave, beside experts"
 SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS]
+NAN, NOBODYS = float("nan"), torch.tensor([-1])
 BY_NGRAMS = ["engram", "engram and move", "ple"]
 NAMES = [*SERVED, *MIXED_VALUES, *BY_NGRAMS, STREAM_AND_HEADS]
 
@@ -83,12 +84,13 @@ def test_an_engine_that_keeps_no_tokens_is_refused_by_a_memory_of_ngrams(exporte
 
 
 class PagedEngine:
-    """Requests' tokens in one row, of each those that are new; keys and values in pages that lie anywhere.
+    """Requests' tokens in one row, of each those that are new; keys and values in pages that lie anywhere, to the last.
 
-    `steps` has, for each forward pass, the requests and how many tokens of each.
+    `steps` has, for each forward pass, the requests and how many tokens of each. Behind them come tokens of nobody, which
+    fill the batch up to a size that a graph was captured for.
     """
 
-    page = 4
+    page, filling = 4, 3
 
     def __init__(self, inner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inner, self.context = inner, SimpleNamespace(attn_metadata=None)
@@ -97,8 +99,9 @@ class PagedEngine:
         monkeypatch.setitem(
             sys.modules, "vllm.forward_context", SimpleNamespace(get_forward_context=lambda: self.context)
         )
-        pages = torch.randperm(11, generator=torch.Generator().manual_seed(4)) + 1
-        self.table = torch.cat((pages, torch.zeros(1, dtype=torch.int64))).view(3, 4).int()
+        pages = torch.randperm(12, generator=torch.Generator().manual_seed(4)) + 1
+        self.table = pages.view(3, 4).int()
+        assert (self.table[:, :3] == 12).any(), "the last place of all is read"
         heads, width = BASE.query_groups, BASE.attention_head_dim
         inner.layers[0].self_attn.attn = SimpleNamespace(
             layer_name="0", kv_cache=torch.zeros(13, heads, self.page, 2 * width), num_kv_heads=heads, head_size=width
@@ -124,6 +127,7 @@ class PagedEngine:
             seen = places[:, None] >= torch.arange(len(past))
             out.append((ours @ k_all.transpose(1, 2) * scaling).masked_fill(~seen, float("-inf")).softmax(-1) @ v_all)
             begin += len(places)
+        out.append(torch.full_like(out[0][:, :1], NAN).expand(-1, self.filling, -1))
         return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
 
     def run(self, tokens: Tensor, steps: list[dict[int, int]]) -> Tensor:
@@ -137,13 +141,17 @@ class PagedEngine:
                 "0": SimpleNamespace(
                     query_start_loc=counts.cumsum(0).int(),
                     block_table=self.table[list(given)],
-                    slot_mapping=torch.cat([self.slots(*each) for each in self.step]),
+                    slot_mapping=torch.cat([*(self.slots(*each) for each in self.step), NOBODYS.expand(self.filling)]),
                 )
             }
-            ids = torch.cat([tokens[request, places] for request, places in self.step]).int()
-            positions = torch.cat([places for _, places in self.step])
+            ids = torch.cat(
+                [*(tokens[request, places] for request, places in self.step), tokens[0, : self.filling]]
+            ).int()
+            positions = torch.cat([*(places for _, places in self.step), torch.zeros(self.filling, dtype=torch.int64)])
             (found,) = self.inner(ids[None], position_ids=positions[None], use_cache=False, return_dict=False)
-            for (request, places), part in zip(self.step, found[0].split(list(given.values())), strict=True):
+            for (request, places), part in zip(
+                self.step, found[0, : -self.filling].split(list(given.values())), strict=True
+            ):
                 states[request, places], done[request] = part, done[request] + len(places)
         return states
 
