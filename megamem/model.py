@@ -134,7 +134,8 @@ class MemoryGPTModel(GPTModel):
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=model.tied_embeddings,
-            position_embedding_type="rope",
+            # Megatron cuts angles for ranks of a sequence, and not those of no columns.
+            position_embedding_type="rope" if model.rotary_width else "none",
             # Megatron rounds the turned columns of a head down.
             rotary_percent=1.0
             if model.latent_attention is None
@@ -149,7 +150,7 @@ class MemoryGPTModel(GPTModel):
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
                 layer.place = place
-        if model.rotary_scaling is not None:
+        if model.rotary_scaling is not None and model.rotary_width:
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
         self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
@@ -260,6 +261,8 @@ class MemoryGPTModel(GPTModel):
         hidden, angles, *rest = super()._preprocess(
             input_ids, position_ids, *args, inference_context=inference_context, **others
         )
+        if not self.model_config.rotary_width:
+            return hidden, None, *rest
         if self.separate_documents or inference_context is not None:
             assert position_ids is not None
             angles = rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)

@@ -68,6 +68,7 @@ KINDS: dict[str, MemoryConfig | None] = {
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
     "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
     "latents, engram": replace(NGRAMS, projection_biases=False),
+    "latents, move, no rotary columns": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, lave": LaveConfig(mixed_into="latents", placement=PlacementConfig(every=2), **OF_LATENTS),
 }
 
@@ -115,13 +116,15 @@ TRIED: dict[str, tuple[str, ...]] = {
         "move, ungated",
         "tide, no gain, every second block",
         "latents, move for values alone",
+        "latents, move, no rotary columns",
         "latents, lave",
     ),
-    FULL: (*EVERYWHERE, "engram, documents apart"),
+    FULL: (*EVERYWHERE, "engram, documents apart", "latents, move, no rotary columns"),
     SELECTIVE: (
         *EVERYWHERE,
         "move, ungated",
         "latents, of queries too, move",
+        "latents, move, no rotary columns",
         "latents, lave",
         "latents, engram",
         "engram beside experts",
@@ -146,6 +149,8 @@ def config_of(kind: str) -> RunConfig:
     model = replace(SHARED.model, memory=None)
     if kind.startswith("latents"):
         latent = QUERIES_TOO if "of queries too" in kind else LATENTS
+        if "no rotary columns" in kind:
+            latent = replace(latent, rotary_dim=0)
         model = replace(model, num_query_groups=None, latent_attention=latent)
     if "one key/value head" in kind:
         model = replace(model, num_query_groups=1)
