@@ -179,7 +179,7 @@ def open_run(
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
     train_data = training_samples(config, state, tokenizer, folder)
-    check_targets(train_data, position_in_data(config, state), [part.path for part in trained_on if part.has_prompts])
+    check_targets(train_data, position_in_data(config, state), [part.path for part in trained_on if part.has_unscored])
     held_out = HeldOutDataset(
         config.evaluated,
         train.sequence_length,

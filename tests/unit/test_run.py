@@ -189,7 +189,7 @@ class Parts:
 DATASET: Any = SimpleNamespace(
     path="/some",
     tokenizer=SimpleNamespace(vocab_size=257, fingerprint="tokenizer", special_tokens=False),
-    has_prompts=False,
+    has_unscored=False,
     manifest=SimpleNamespace(content_fingerprint="tokens"),
 )
 READ = (DataRead("/some", "tokens"),)

@@ -68,15 +68,29 @@ def is_scored(ids: Tensor) -> Tensor:
     return (ids == EOD) | ((ids >= ord("A")) & (ids <= ord("Z")))
 
 
+def prompt_lengths(dataset: PreparedDataset, split: str) -> list[int]:
+    """Tokens of each document before the first that is scored; all behind it are."""
+    scored, start, found = dataset.open_scored(split), 0, []
+    assert scored is not None
+    for ids in dataset.open_split(split):
+        flags = scored.flags(start, start + len(ids))
+        found.append(int(flags.argmax()))
+        assert flags[found[-1] :].all()
+        start += len(ids)
+    return found
+
+
 def test_every_pair_is_a_document_of_prompt_answer_and_end(tmp_path: Path) -> None:
     of = pairs(50)
     dataset = prepared(tmp_path / "data", of, validation_fraction=0.0)
-    documents, prompts = dataset.open_split("train"), dataset.open_prompts("train")
-    assert prompts is not None
-    for (prompt, answer), ids, of_prompt in zip(of, documents, prompts, strict=True):
+    documents, lengths = dataset.open_split("train"), prompt_lengths(dataset, "train")
+    for (prompt, answer), ids, length in zip(of, documents, lengths, strict=True):
         assert bytes(ids[:-1].tolist()).decode() == prompt + answer
         assert ids[-1] == EOD
-        assert tuple(of_prompt) == (len(prompt), len(prompt))
+        assert length == len(prompt)
+    # Files of earlier versions have the same bytes.
+    listed = np.fromfile(dataset.path / "train.prompts", "<i4").reshape(-1, 2)
+    assert listed.tolist() == [[len(prompt), len(prompt)] for prompt, _ in of]
     info = dataset.manifest.splits["train"]
     assert info.num_scored_tokens == sum(len(answer) + 1 for _, answer in of)
     assert info.num_scored_bytes == sum(len(answer) for _, answer in of)
@@ -192,11 +206,9 @@ def test_the_one_document_that_is_held_out_takes_its_prompt_along(tmp_path: Path
     dataset = prepared(tmp_path / "data", of, validation_fraction=1e-9)
     found = []
     for split in ("train", "validation"):
-        prompts = dataset.open_prompts(split)
-        assert prompts is not None
-        for ids, of_prompt in zip(dataset.open_split(split), prompts, strict=True):
+        for ids, length in zip(dataset.open_split(split), prompt_lengths(dataset, split), strict=True):
             text = bytes(ids[:-1].tolist()).decode()
-            found.append((text[: of_prompt["tokens"]], text[of_prompt["tokens"] :]))
+            found.append((text[:length], text[length:]))
     assert dataset.manifest.splits["validation"].num_documents == 1
     assert sorted(found) == sorted(of)
 
