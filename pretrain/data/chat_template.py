@@ -52,7 +52,7 @@ class ChatTemplate:
 
     Attributes:
         source: in Jinja's language.
-        special_tokens: texts of those that it may name, such as `bos_token`.
+        special_tokens: texts of those that it names, such as `bos_token`.
     """
 
     source: str
@@ -207,7 +207,9 @@ def read_chat_template(definition: Path) -> ChatTemplate | None:
         raise DataError(f"{file} cannot be read ({error}): copy the folder again") from error
     if isinstance(source, list):
         source = _default(source, definition.with_name(SETTINGS_FILE))
-    return ChatTemplate(source, dict(_named_tokens(definition, settings))) if isinstance(source, str) else None
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, {name: token for name, token in _named_tokens(definition, settings) if name in source})
 
 
 def _default(templates: Sequence[Any], file: Path) -> str:

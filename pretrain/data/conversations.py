@@ -90,23 +90,21 @@ def chat_tokenizer(spec: str | Path, eod_token: str | None = None) -> HuggingFac
     return tokenizer.taking_special_tokens(template)
 
 
-def turn_end(tokenizer: Tokenizer) -> str | None:
-    """Token by which the template of a tokenizer ends what the assistant says; None: there is none.
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """Id of the token by which the template of a tokenizer ends what the assistant says; None: there is none.
 
     It is the token beside the vocabulary of texts that follows an answer, if only blanks are between.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.chat is None:
         return None
-    try:
-        text = tokenizer.chat.render(_EXCHANGE, datetime.now()).text
-    except ValueError:
+    if (text := _rendered(tokenizer.chat, datetime.now())) is None:
         return None
     _, answer, rest = text.rpartition(_ANSWER)
     ((ids, places),) = tokenizer.tokenize_with_places([text])
     for id, (first, end) in zip(ids.tolist(), places.tolist(), strict=True):
         if answer and first >= len(text) - len(rest):
             if id in tokenizer.added_ids:
-                return tokenizer.name_of(id)
+                return int(id)
             if text[first:end].strip():
                 return None
     return None
@@ -155,24 +153,34 @@ class ConversationReader:
                 f"The chat template does not read a message of the user and one of the assistant: {error}. Mend the "
                 f"{TEMPLATE_FILE} of the tokenizer's folder."
             ) from error
-        if _ANSWER not in once:
+        if _ANSWER not in once and not template.marks_generation:
             raise DataError(
                 f"The chat template does not write what the role {ASSISTANT} says: mend the {TEMPLATE_FILE} of the "
                 "tokenizer's folder."
             )
         _check_end(tokenizer, twice)
         end = turn_end(tokenizer)
-        forbidden = {tokenizer.eod_token} if field.may_hold_markers else {tokenizer.eod_token, end, *tokenizer.markers}
+        forbidden = {tokenizer.eod_token}
+        if not field.may_hold_markers:
+            forbidden |= {*tokenizer.markers, *([] if end is None else [tokenizer.name_of(end)])}
         return ConversationReader(
             tokenizer,
             template,
             field,
-            None if end is None else tokenizer.id_of(end),
+            end,
             _blanks_before(template, once, now),
             _reads_parts(template, once, now),
             re.compile("|".join(re.escape(text) for text in sorted(filter(None, forbidden), key=len, reverse=True))),
             now,
         )
+
+    @property
+    def scores_ends(self) -> bool:
+        """True if the tokens that end the assistant's turns are scored, so that a model learns to end them."""
+        marked = self.marked(_EXCHANGE)
+        assert marked is not None
+        (document,) = self.documents([marked])
+        return self.turn_end is None or self.turn_end in document.ids[document.scored]
 
     def marked(self, messages: Sequence[Message]) -> MarkedText | None:
         """Text of a conversation; None: its assistant says nothing.
@@ -298,7 +306,8 @@ class ConversationReader:
                 is_within = stop > 0 and ends[stop - 1] > end and int(ids[stop - 1]) == self.turn_end
                 stop = stop if is_within else self._behind_turn(text, ids, starts, ends, stop)
             scored[first:stop] |= start < end or not self.template.marks_generation
-            is_ended = 0 < stop <= len(ids) and int(ids[stop - 1]) == self.turn_end
+            ends_turn = self.tokenizer.added_ids if self.template.marks_generation else {self.turn_end}
+            is_ended = stop > 0 and int(ids[stop - 1]) in ends_turn
         eod = self.tokenizer.eod
         if has_end := len(ids) > 0 and int(ids[-1]) == eod:
             text = text[: starts[-1]]
@@ -322,13 +331,37 @@ class ConversationReader:
         return stop
 
 
-def _check_end(tokenizer: HuggingFaceTokenizer, text: str) -> None:
-    """Refuse an end of documents that a conversation of two exchanges has before its end."""
+def rendered_exchanges(tokenizer: HuggingFaceTokenizer) -> tuple[list[Message], str] | None:
+    """Messages of a user and an assistant, and their text by a tokenizer's chat template; None: it has none that reads them."""
+    text = None if tokenizer.chat is None else _rendered(tokenizer.chat, datetime.now(), count=2)
+    return None if text is None else (list(_EXCHANGE * 2), text)
+
+
+def other_ends(tokenizer: HuggingFaceTokenizer) -> list[str] | None:
+    """Known ends of documents that a tokenizer's chat template does not write, where it writes the tokenizer's own within
+    conversations; None: it does not, or nothing tells."""
+    if tokenizer.chat is None or (text := _rendered(tokenizer.chat, datetime.now(), count=2)) is None:
+        return None
     ids = tokenizer.tokenize(text)
     if tokenizer.eod not in ids[:-1]:
+        return None
+    return [token for token in known_ends(tokenizer) if tokenizer.id_of(token) not in ids]
+
+
+def _rendered(template: ChatTemplate, now: datetime, *, count: int = 1) -> str | None:
+    """Text of some exchanges; None: the template fails on them."""
+    try:
+        return template.render(_EXCHANGE * count, now).text
+    except ValueError:
+        return None
+
+
+def _check_end(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    """Refuse an end of documents that a conversation of two exchanges has before its end."""
+    if (known := other_ends(tokenizer)) is None:
         return
-    written = {tokenizer.name_of(id) for id in ids}
-    others = [token for token in dict.fromkeys([*known_ends(tokenizer), *tokenizer.markers]) if token not in written]
+    written = {tokenizer.name_of(id) for id in tokenizer.tokenize(text)}
+    others = [*known, *(token for token in tokenizer.markers if token not in {*written, *known})]
     named = ", ".join(others[:_MOST_CANDIDATES]) or f"none here, so add one to the added tokens of its {TOKENIZER_FILE}"
     raise DataError(
         f"The chat template writes {tokenizer.eod_token} within conversations, and it ends documents. Name another token that "
@@ -351,7 +384,7 @@ def _blanks_before(template: ChatTemplate, text: str, now: datetime) -> str:
         prompt = template.render(_EXCHANGE[:1], now, asks=True).text
     except ValueError:
         return ""
-    before = text[: text.rindex(_ANSWER)]
+    before, _, _ = text.rpartition(_ANSWER)
     blanks = before.removeprefix(prompt)
     return blanks if before.startswith(prompt) and not blanks.strip() else ""
 

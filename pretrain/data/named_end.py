@@ -31,8 +31,15 @@ def named_end(definition: Path) -> str | None:
     named = read_object(definition.with_name(SETTINGS_FILE)).get("eos_token")
     # Older files write a token with its options.
     named = named.get("content") if isinstance(named, dict) else named
-    if isinstance(named, str):
-        return named
+    return named if isinstance(named, str) else model_end(definition)
+
+
+def model_end(definition: Path) -> str | None:
+    """End-of-sequence token that the model beside a `tokenizer.json` names by its id; None: there is none.
+
+    Raises:
+        DataError: a file that should name it cannot be read.
+    """
     wanted = read_object(definition.with_name(_MODEL_FILE)).get("eos_token_id")
     wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted
     return None if wanted is None else _token_of(definition, wanted)

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Tokens beside those of the vocabulary of texts, special or not."""
         return [token.content for token in self._added]
 
-    @property
+    @cached_property
     def added_ids(self) -> frozenset[int]:
         """Ids of these."""
         return frozenset(self._backend.get_added_tokens_decoder())

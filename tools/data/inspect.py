@@ -173,6 +173,8 @@ def _template(dataset: PreparedDataset) -> str:
     from pretrain.data.conversations import turn_end
 
     tokenizer = dataset.tokenizer
-    end = turn_end(tokenizer)
+    end, eod = turn_end(tokenizer), tokenizer.eod
     marked = "" if tokenizer.chat is None or not tokenizer.chat.marks_generation else ", scored is its {% generation %}"
-    return f"by the chat template{marked}; the assistant's turns end with {end or tokenizer.eod_token}"
+    return (
+        f"by the chat template{marked}; the assistant's turns end with {tokenizer.name_of(eod if end is None else end)}"
+    )

@@ -145,6 +145,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     print(summary(result.dataset))
     if not result.was_already_there and (warning := _lost_warning(args, result.dataset)) is not None:
         print(f"warning: {printable(warning)}", file=sys.stderr)
+    if messages is not None and (warning := _end_warning(result.dataset, messages)) is not None:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
         print(
             f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low "
@@ -176,6 +178,19 @@ def _lost_warning(args: argparse.Namespace, dataset: PreparedDataset) -> str | N
     )
 
 
+def _end_warning(dataset: PreparedDataset, messages: MessagesField) -> str | None:
+    """Warning if models do not learn to end the assistant's turns."""
+    from pretrain.data.conversations import ConversationReader
+
+    reader = ConversationReader.open(dataset.tokenizer, messages)
+    if reader.turn_end is None or reader.scores_ends:
+        return None
+    return (
+        f"the assistant's turns end with {dataset.tokenizer.name_of(reader.turn_end)}, which the chat template's "
+        "{% generation %} leaves out: models do not learn to write it. {% endgeneration %} behind it would."
+    )
+
+
 def _held_out_warning(dataset: PreparedDataset) -> str | None:
     """Warning if few of the documents drawn to be held out decide, or if their share is not that asked for."""
     from pretrain.data.hold_out import HoldOut
@@ -191,11 +206,11 @@ def _held_out_warning(dataset: PreparedDataset) -> str | None:
     if drawn.is_about(share) and not is_of_few:
         return None
     asked = "" if drawn.is_about(share) else f", where {drawn.fraction:.3g} was asked for"
+    remedy = "--cut-documents N makes documents of long texts, and " if held_out.unscored is None else ""
     one = " (one is more than half of it)" if held_out.num_documents > 1 and longest > held_out.num_tokens / 2 else ""
     return (
         f"{plural(held_out.num_documents, 'document')} of {held_out.num_bytes:,} bytes{one}, {share:.3g} of the text{asked}, "
-        f"{'decides' if held_out.num_documents == 1 else 'decide'} every validation loss. --cut-documents N makes documents of long texts, and --validation INPUT names what "
-        "is held out."
+        f"{'decides' if held_out.num_documents == 1 else 'decide'} every validation loss. {remedy}--validation INPUT names what is held out."
     )
 
 
