@@ -90,7 +90,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template fails on it, or refuses it.
         """
-        opening, closing = tuple(unused_characters(2, messages))
+        opening, closing = tuple(unused_characters(2, messages, self.source))
         try:
             written = _compiled(self.source).render(
                 messages=[_as_read(message) for message in messages],
@@ -101,14 +101,14 @@ class ChatTemplate:
                 **self.special_tokens,
                 **{_MARKS: (opening, closing)},
             )
+            return _unmarked(written, opening, closing)
         except Exception as error:  # it is a program of someone else
             raise ValueError(str(error) or type(error).__name__) from error
-        return _unmarked(written, opening, closing)
 
 
-def unused_characters(number: int, messages: Sequence[Message]) -> str:
-    """Different characters for private use that no message holds."""
-    held = set(json.dumps(messages, ensure_ascii=False))
+def unused_characters(number: int, messages: Sequence[Message], source: str) -> str:
+    """Different characters for private use that neither a message nor a template holds."""
+    held = set(json.dumps(messages, ensure_ascii=False)) | set(source)
     free = (character for character in map(chr, _PRIVATE_USE) if character not in held)
     return "".join(next(free) for _ in range(number))
 

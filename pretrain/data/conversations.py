@@ -273,7 +273,7 @@ class ConversationReader:
 
     def _contents(self, messages: Sequence[Message], text: str) -> list[Span]:
         """Places of the assistant's contents in the text of a conversation."""
-        mark = unused_characters(1, messages)
+        mark = unused_characters(1, messages, self.template.source)
         # A mark before a content keeps its leading blanks; without any it would only hide how the content begins.
         contents = [_content(message) for message in messages if message["role"] == ASSISTANT]
         marked = iter([f"{mark if content[:1].isspace() else ''}{content}{mark}" for content in contents])

@@ -27,6 +27,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 QWEN = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}" + CHATML
 LLAMA_3 = (
@@ -34,6 +35,7 @@ LLAMA_3 = (
     "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set first = messages[0]['content'] %}"
@@ -57,6 +59,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\\n' + (before if loop.first else '') }}"
     "{% if role == 'model' %}{% generation %}{{ m['content'] | trim + '<end_of_turn>' }}{% endgeneration %}"
     "{% else %}{{ m['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
 )
 TRIMS_LEFT = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
