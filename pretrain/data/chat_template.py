@@ -108,7 +108,7 @@ class ChatTemplate:
 
 def unused_characters(number: int, messages: Sequence[Message], source: str) -> str:
     """Different characters for private use that neither a message nor a template holds."""
-    held = set(json.dumps(messages, ensure_ascii=False)) | set(source)
+    held = json.dumps(messages, ensure_ascii=False) + source
     free = (character for character in map(chr, _PRIVATE_USE) if character not in held)
     return "".join(next(free) for _ in range(number))
 

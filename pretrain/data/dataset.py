@@ -294,6 +294,6 @@ def check_targets(samples: TrainDataset, first: int, with_unscored: Sequence[Pat
         return
     raise DataError(
         f"The next {len(looked_at):,} samples of {len(samples[first]['tokens']):,} tokens have no target: they lie within "
-        f"prompts of {', '.join(map(str, with_unscored))}, which are not scored. Raise train.sequence_length, shorten the "
-        "prompts, or train for more steps."
+        f"prompts, or others' turns, of {', '.join(map(str, with_unscored))}, which are not scored. Raise "
+        "train.sequence_length, shorten these, or train for more steps."
     )

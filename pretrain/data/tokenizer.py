@@ -297,7 +297,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Special tokens beside the one that ends a document."""
         return [token.content for token in self._added if token.special and token.content != self.eod_token]
 
-    @property
+    @cached_property
     def normalizes_markers(self) -> bool:
         """True if a special token is found in normalised texts, in which others may read as it."""
         return any(token.special and token.normalized for token in self._added)

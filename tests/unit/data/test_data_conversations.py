@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ from pretrain.data.conversations import ConversationReader, MessagesField, chat_
 from pretrain.data.dataset import build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.indexed_files import Document, IndexedWriter
-from pretrain.data.manifest import PreparedDataset, open_dataset
+from pretrain.data.manifest import PreparedDataset, open_dataset, save_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import BadDocument
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from pretrain.errors import DataError
+from pretrain.run.folder import RunFolder
+from pretrain.run.trained_data import going_on
 from tests.unit.data.chat_templates import (
     BACKENDS,
     CHATML,
@@ -617,6 +620,20 @@ def test_a_blend_has_the_template_of_the_first_that_has_one(tmp_path: Path) -> N
     # A folder that was prepared with it has its template for more.
     assert chat_tokenizer(chats.path).chat == chats.tokenizer.chat
     assert chat_tokenizer(chats.path).eod_token == END
+
+
+def test_a_run_that_goes_on_keeps_the_template_that_it_knows(tmp_path: Path) -> None:
+    run, plain = RunFolder(tmp_path / "run"), HuggingFaceTokenizer(backend("byte_level").to_str(), END)
+    saved: Any = SimpleNamespace(path=run.checkpoints / "step_00000001")
+    assert going_on(plain, saved) is plain
+    save_tokenizer(plain, run.tokenizer)
+    assert going_on(plain, saved) is plain
+    save_tokenizer(tokenizer_of("byte_level", CHATML), run.tokenizer)
+    kept = going_on(plain, saved)
+    assert (kept.chat, kept.special_tokens) == (ChatTemplate(CHATML, NAMED), True)
+    # That of the data comes first.
+    assert going_on(tokenizer_of("byte_level", QWEN), saved).chat == ChatTemplate(QWEN, NAMED)
+    assert chat_tokenizer(run.tokenizer).chat == kept.chat
 
 
 def test_damaged_bits_are_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens of answers" in capsys.readouterr().out
     assert megamem([*command, *both]) == 0
     assert "already complete" in capsys.readouterr().out
+    assert megamem(["data", "inspect", str(tmp_path / "out"), "--documents", "1"]) == 0
+    assert re.search(r"---\n[a-z]*«[A-Z]+»\n$", capsys.readouterr().out)
     assert megamem(command) == 3
     assert "other arguments" in capsys.readouterr().err
+
+
+def test_a_data_set_of_an_earlier_version_is_read_as_it_was(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path / "data", pairs(20))
+    expected = [prompt_lengths(dataset, split) for split in ("train", "validation")]
+    file = dataset.path / "manifest.json"
+    values = json.loads(file.read_text())
+    # There were no other files of what is scored, no templates, and once no digest.
+    del values["digest"], values["tokenizer"]["chat"]
+    for split in values["splits"].values():
+        del split["scored"]
+    file.write_text(json.dumps(values))
+    old = open_dataset(dataset.path)
+    assert [prompt_lengths(old, split) for split in ("train", "validation")] == expected
+    assert old.manifest.content_fingerprint == dataset.manifest.content_fingerprint
+    again = prepared(tmp_path / "data", pairs(20))
+    assert again.manifest.request_fingerprint == old.manifest.request_fingerprint
 
 
 def test_samples_without_a_target_are_refused(tmp_path: Path) -> None:
