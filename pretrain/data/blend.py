@@ -23,8 +23,11 @@ def check_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> Tokenizer:
 
 
 def shared_tokenizer(datasets: Sequence[PreparedDataset]) -> Tokenizer:
-    """The tokenizer of data sets that have one in common; it takes special tokens if it did for any of them."""
-    return next((each.tokenizer for each in datasets if each.tokenizer.special_tokens), datasets[0].tokenizer)
+    """The tokenizer of data sets that have one in common. It takes special tokens if it did for any of them, and has the
+    chat template of the first that has one."""
+    chat = next((each.tokenizer.chat for each in datasets if each.tokenizer.chat is not None), None)
+    known = next((each.tokenizer for each in datasets if each.tokenizer.special_tokens), datasets[0].tokenizer)
+    return known if chat == known.chat else known.taking_special_tokens(chat)
 
 
 def open_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[PreparedDataset]:

@@ -16,7 +16,6 @@ import torch
 
 from pretrain.data.manifest import PreparedDataset
 from pretrain.data.permutation import mixed, permuted
-from pretrain.data.scored import ScoredTokens
 from pretrain.errors import DataError
 
 _OF_PASS, _OF_START, _OF_BLOCK = range(3)
@@ -36,9 +35,7 @@ class ComputedSamples:
         self._file = f"{dataset.prefix(split)}.bin"
         self._vocab_size = dataset.tokenizer.vocab_size
         self._stream = np.memmap(self._file, dataset.tokenizer.token_dtype, mode="r")
-        # The lengths of documents are read where some of their tokens are not scored, and only there.
-        has_prompts = dataset.manifest.splits[split].prompts is not None
-        self._scored = ScoredTokens.of(dataset, split, dataset.open_split(split)) if has_prompts else None
+        self._scored = dataset.open_scored(split)
         self._length = sequence_length
         self._key = mixed(seed, number)
         # The last label of a pass is a token too.

@@ -35,6 +35,7 @@ from pretrain.data.blended import BlendedSamples, BlendIndex
 from pretrain.data.computed import ComputedBlend, ComputedSamples
 from pretrain.data.index_files import open_index
 from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
+from pretrain.data.scored import ScoredTokens
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -54,8 +55,8 @@ class StreamConfig(GPTDatasetConfig):
     """True if this rank holds index arrays against their hashes: one of a machine does."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
-    prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """Tokens at the start of each document that do not count in the loss, where a data set has some, by path prefix."""
+    scored: dict[str, ScoredTokens] = field(default_factory=dict)
+    """Tokens that count in the loss, by path prefix, where some of a data set do not."""
 
 
 class StreamDataset(GPTDataset):
@@ -69,9 +70,9 @@ class StreamDataset(GPTDataset):
     config: StreamConfig
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Megatron's sample, whose `loss_mask` is 0 where the label is of a prompt."""
+        """Megatron's sample, whose `loss_mask` is 0 where the label is not scored."""
         sample: dict[str, torch.Tensor] = super().__getitem__(idx)
-        if idx is not None and self.dataset_path in self.config.prompt_tokens:
+        if idx is not None and self.dataset_path in self.config.scored:
             # Those of the sample's ids but the first, as each is the label of the one before it.
             scored = np.concatenate(list(self._scored(idx)))[1:]
             sample["loss_mask"] = torch.from_numpy(scored.astype(np.float32))
@@ -79,7 +80,7 @@ class StreamDataset(GPTDataset):
 
     def _scored(self, idx: int) -> Iterator[NDArray[np.bool_]]:
         """Flags of a sample's ids, True where an id is scored, document by document."""
-        prompts = self.config.prompt_tokens[self.dataset_path]
+        scored, index = self.config.scored[self.dataset_path], self.dataset.index
         number = self.shuffle_index[idx]
         (first, start), (last, end) = self.sample_index[number], self.sample_index[number + 1]
         for place in range(first, last + 1):
@@ -87,7 +88,8 @@ class StreamDataset(GPTDataset):
             low = int(start) if place == first else 0
             # The sample's last id is the first one of the next.
             high = int(end) + 1 if place == last else int(self.dataset.sequence_lengths[document])
-            yield np.arange(low, high) >= prompts[document]
+            begin = int(index.sequence_pointers[document]) // index.dtype_size
+            yield scored.flags(begin + low, begin + high)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], start of each sample in them [n + 1, 2], and the served order [n]."""
@@ -212,7 +214,7 @@ def build_train_dataset(
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
     Sample i depends on the blend, the seed, the sequence length, `shuffle` and i, and not on `num_samples` or on the
-    number of ranks. Tokens that end a document count in the loss; prompts do not.
+    number of ranks. Tokens that end a document count in the loss; prompts, and what others than the assistant say, do not.
 
     Args:
         num_samples: samples that the run consumes in all.
@@ -256,10 +258,10 @@ def build_train_dataset(
         content_fingerprints=dict(
             zip(prefixes, (dataset.manifest.content_fingerprint for dataset in datasets), strict=True)
         ),
-        prompt_tokens={
-            prefix: prompts["tokens"]
+        scored={
+            prefix: scored
             for prefix, dataset in zip(prefixes, datasets, strict=True)
-            if (prompts := dataset.open_prompts(TRAIN)) is not None
+            if (scored := dataset.open_scored(TRAIN)) is not None
         },
     )
 
@@ -277,21 +279,21 @@ def build_train_dataset(
     return TrainDataset(samples, num_samples, eod)
 
 
-def check_targets(samples: TrainDataset, first: int, with_prompts: Sequence[Path]) -> None:
+def check_targets(samples: TrainDataset, first: int, with_unscored: Sequence[Path]) -> None:
     """Refuse samples without a target, which a run would read without learning anything.
 
     Args:
         first: number of the next sample.
-        with_prompts: data sets of which some tokens are not scored; without one every token is a target.
+        with_unscored: data sets of which some tokens are not scored; without one every token is a target.
 
     Raises:
         DataError: none of the next samples has a target.
     """
     looked_at = range(first, min(len(samples), first + _SAMPLES_LOOKED_AT))
-    if not with_prompts or not looked_at or any(bool(samples[index]["loss_mask"].any()) for index in looked_at):
+    if not with_unscored or not looked_at or any(bool(samples[index]["loss_mask"].any()) for index in looked_at):
         return
     raise DataError(
         f"The next {len(looked_at):,} samples of {len(samples[first]['tokens']):,} tokens have no target: they lie within "
-        f"prompts of {', '.join(map(str, with_prompts))}, which are not scored. Raise train.sequence_length, shorten the "
-        "prompts, or train for more steps."
+        f"prompts, or others' turns, of {', '.join(map(str, with_unscored))}, which are not scored. Raise "
+        "train.sequence_length, shorten these, or train for more steps."
     )

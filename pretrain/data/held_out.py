@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,15 @@ from megamem.attention.documents import document_positions
 from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.blend import domain_names
 from pretrain.data.manifest import TRAIN, VALIDATION, PreparedDataset, open_dataset, vocabulary_error
-from pretrain.data.scored import ScoredTokens
-
-if TYPE_CHECKING:
-    pass
+from pretrain.data.scored import runs_of
 
 Entries = Sequence[DatasetEntry | EvaluationEntry]
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The part of a domain's held-out documents that is predicted: of prompts and answers, the answers.
+    """The part of a domain's held-out documents that is predicted: of prompts and answers the answers, of conversations
+    the assistant's turns.
 
     Attributes:
         num_target_tokens: end-of-document tokens included.
@@ -64,7 +62,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     Every held-out token is the target of exactly one position, the very first one included: an end-of-document token
     stands before it, as it does before every other document. So the summed loss codes the whole text, and can be set
     against its bytes. The last window is padded with positions whose `loss_mask` is 0. The `loss_mask` is 0 too where
-    the target is of a prompt: of prompts and answers the answers are coded.
+    the target is not scored: of prompts and answers the answers are coded.
 
     `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
     document ends, the text has no byte for it. Bits per byte so defined are never flattered.
@@ -103,10 +101,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             np.memmap(f"{dataset.prefix(split)}.bin", documents.index.dtype, mode="r")
             for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
         ]
-        self._scored = [
-            ScoredTokens.of(dataset, split, documents)
-            for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
-        ]
+        self._scored = [dataset.open_scored(split) for dataset, split, _ in parts]
         *self._starts, num_tokens = accumulate(map(len, self._streams), initial=0)
         num_windows = -(-num_tokens // sequence_length)
         if max_sequences is None or max_sequences >= num_windows:
@@ -195,17 +190,21 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Per stream, UTF-8 bytes of the scored tokens among the first ones of all; exact but for a character that the
         last one cuts in two.
         """
-        start, counts = 0, [0] * len(self._documents)
-        for number, (documents, scored) in enumerate(zip(self._documents, self._scored, strict=True)):
-            for document, length in enumerate(documents.sequence_lengths):
+        counts = [0] * len(self._documents)
+        for number, (offset, documents) in enumerate(zip(self._starts, self._documents, strict=True)):
+            start, scored = offset, self._scored[number]
+            for length in documents.sequence_lengths:
                 stop = min(start + int(length), num_tokens)
-                if start == stop:
+                if start >= stop:
                     return counts
-                prompt = 0 if scored is None else int(scored.first[document] - scored.starts[document])
-                # The answer's text is that of both without the prompt's: tokens have none of their own.
-                counts[number] += self._num_text_bytes(start, stop) - self._num_text_bytes(
-                    start, min(start + prompt, stop)
+                flags = (
+                    np.ones(stop - start, np.bool_) if scored is None else scored.flags(start - offset, stop - offset)
                 )
+                # The text of some tokens is that of all up to them without those before: tokens have none of their own.
+                for first, end in runs_of(flags):
+                    counts[number] += self._num_text_bytes(start, start + end) - self._num_text_bytes(
+                        start, start + first
+                    )
                 start = stop
         return counts
 

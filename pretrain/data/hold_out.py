@@ -168,7 +168,7 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Divisio
         return Division(held_out, longer, (wanted - num_bytes) / sizes[longer])
     if not taken:
         raise DataError(
-            "There is only one prompt with an answer, and training and validation need one each: add some, or leave "
+            "There is only one prompt with an answer, or conversation, and training and validation need one each: add some, or leave "
             "validation out with --validation-fraction 0."
         )
     return Division(held_out)

@@ -4,13 +4,12 @@ Megatron's own builder keeps three Python lists that grow with the number of doc
 than a machine's memory, and takes the import of all of Megatron. The files are simple:
 
 - `PREFIX.bin`: the ids of all documents, one after the other;
-- `PREFIX.prompts`, our own, and only for prompts and answers: for every document the number of its tokens that are not
-  scored, which are its first, and the bytes of their text (int32 each);
+- `PREFIX.prompts` or `PREFIX.scored`, our own, and only where some tokens are not scored: see `pretrain.data.scored`;
 - `PREFIX.idx`: a header (magic, version 1, code of the ids' type, number of sequences, number of documents + 1), then
   lengths (int32), starts in bytes (int64), and the sequence with which each document begins (int64).
 
 Here a document's length waits in a third file until the index is written, so that memory does not grow, and so that a
-preparation that was cut off can go on: all three files are cut back to what was noted.
+preparation that was cut off can go on: all files are cut back to what was noted.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.data.scored import ScoredFile, open_scored, open_scored_writer
+
 IDX_MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<QBQQ")
 _CODES: dict[type[np.integer[Any]], int] = {np.int32: 4, np.uint16: 8}
-_PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8"), ("digest", "<u8")])
-_PROMPT = np.dtype([("tokens", "<i4"), ("text_bytes", "<i4")])
+_PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8"), ("unscored_bytes", "<i8"), ("digest", "<u8")])
 _DOCUMENTS_AT_ONCE = 1 << 20
 
 
@@ -41,14 +41,14 @@ class Document(NamedTuple):
     Attributes:
         ids: with the end-of-document id.
         text_bytes: UTF-8 bytes of its text.
-        prompt_tokens: how many of the first ids are not scored.
-        prompt_bytes: of the text of those.
+        scored: flags of the ids; None: all are scored.
+        unscored_bytes: UTF-8 bytes of the text of those that are not.
     """
 
     ids: NDArray[Any]
     text_bytes: int
-    prompt_tokens: int = 0
-    prompt_bytes: int = 0
+    scored: NDArray[np.bool_] | None = None
+    unscored_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Written:
     num_bytes: int = 0
     """UTF-8 bytes of the documents' text."""
     max_token_id: int = 0
-    prompt_tokens: int = 0
+    unscored_tokens: int = 0
     """Tokens among them that are not scored."""
-    prompt_bytes: int = 0
+    unscored_bytes: int = 0
     """UTF-8 bytes of the text of those."""
 
 
@@ -76,7 +76,7 @@ class IndexedWriter:
         dtype: type[np.integer[Any]],
         written: Written | None = None,
         *,
-        with_prompts: bool = False,
+        scoring: ScoredFile | None = None,
     ) -> None:
         """Open the files.
 
@@ -84,16 +84,18 @@ class IndexedWriter:
             prefix: path of the files without their endings.
             dtype: of the ids in the file.
             written: go on after this much, cutting off what follows; None: begin.
-            with_prompts: documents are prompts and answers.
+            scoring: the file that says which tokens are scored; None: all are.
         """
         self.prefix, self.dtype = prefix, dtype
         self.written = written or Written()
         begins = written is None
         self._bin = self._open(".bin", self.written.num_tokens * np.dtype(dtype).itemsize, begins)
         self._lengths = self._open(".lengths", self.written.num_documents * _PER_DOCUMENT.itemsize, begins)
-        self._prompts: IO[bytes] | None = None
-        if with_prompts:
-            self._prompts = self._open(".prompts", self.written.num_documents * _PROMPT.itemsize, begins)
+        self._scored = (
+            None
+            if scoring is None
+            else open_scored_writer(prefix, scoring, self.written.num_documents, self.written.num_tokens)
+        )
 
     def _open(self, ending: str, num_bytes: int, begins: bool) -> IO[bytes]:
         stream = self.file(ending).open("wb" if begins else "r+b")
@@ -113,41 +115,48 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Close the files; what was added is in them."""
-        for stream in self._streams:
-            stream.close()
+        for stream in (self._bin, self._lengths, self._scored):
+            if stream is not None:
+                stream.close()
 
-    @property
-    def _streams(self) -> list[IO[bytes]]:
-        return [self._bin, self._lengths, *([] if self._prompts is None else [self._prompts])]
-
-    def add(self, ids: NDArray[Any], text_bytes: int, prompt_tokens: int = 0, prompt_bytes: int = 0) -> None:
+    def add(
+        self,
+        ids: NDArray[Any],
+        text_bytes: int,
+        scored: NDArray[np.bool_] | None = None,
+        unscored_bytes: int = 0,
+    ) -> None:
         """Append a document, see `Document`."""
-        if self._prompts is not None:
-            self._prompts.write(struct.pack("<ii", prompt_tokens, prompt_bytes))
+        unscored_tokens = 0 if scored is None else len(ids) - int(scored.sum())
+        if self._scored is not None:
+            assert scored is not None
+            self._scored.add(scored, unscored_bytes)
         self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
-        self._lengths.write(struct.pack("<qqQ", len(ids), text_bytes, _digest(ids)))
+        self._lengths.write(struct.pack("<qqqQ", len(ids), text_bytes, unscored_bytes, _digest(ids)))
         before = self.written
         self.written = Written(
             before.num_documents + 1,
             before.num_tokens + len(ids),
             before.num_bytes + text_bytes,
             max(before.max_token_id, int(ids.max())),
-            before.prompt_tokens + prompt_tokens,
-            before.prompt_bytes + prompt_bytes,
+            before.unscored_tokens + unscored_tokens,
+            before.unscored_bytes + unscored_bytes,
         )
 
     def sync(self) -> Written:
         """Bring all that was added to disk. Returns its amount."""
-        for stream in self._streams:
+        for stream in (self._bin, self._lengths):
             stream.flush()
             os.fsync(stream.fileno())
+        if self._scored is not None:
+            self._scored.sync()
         return self.written
 
     def finish(self) -> None:
         """Write the index; the data set is complete on disk, and the file with the lengths has done its work."""
         number = self.written.num_documents
         self.close()
-        documents = _per_document(self.file(".lengths"))
+        documents = _per_document(self.prefix)
         with self.file(".idx").open("wb") as stream:
             stream.write(IDX_MAGIC)
             stream.write(_HEADER.pack(_VERSION, _CODES[self.dtype], number, number + 1))
@@ -185,26 +194,27 @@ def header_problem(file: Path, num_documents: int, ids_bytes: int, num_tokens: i
     return None
 
 
-def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[Document]:
+def read_written(prefix: Path, dtype: type[np.integer[Any]], scoring: ScoredFile | None = None) -> Iterator[Document]:
     """The documents that an `IndexedWriter` has added there, without its index."""
-    ids = np.memmap(prefix.with_name(prefix.name + ".bin"), dtype, mode="r")
-    prompts_file, start = prefix.with_name(prefix.name + ".prompts"), 0
-    prompts = read_prompts(prompts_file) if prompts_file.exists() else None
-    for number, (num_tokens, text_bytes, _) in enumerate(_per_document(prefix.with_name(prefix.name + ".lengths"))):
-        prompt = (0, 0) if prompts is None else map(int, prompts[number])
-        yield Document(ids[start : start + int(num_tokens)], int(text_bytes), *prompt)
-        start += int(num_tokens)
+    ids, documents = np.memmap(prefix.with_name(prefix.name + ".bin"), dtype, mode="r"), _per_document(prefix)
+    ends = np.cumsum(documents["tokens"])
+    scored = None if scoring is None else open_scored(prefix, scoring, ends - documents["tokens"])
+    start = 0
+    for end, document in zip(ends.tolist(), documents, strict=True):
+        flags = None if scored is None else scored.flags(start, end)
+        yield Document(ids[start:end], int(document["text_bytes"]), flags, int(document["unscored_bytes"]))
+        start = end
 
 
 def text_bytes(prefix: Path) -> NDArray[Any]:
     """Bytes of text [documents] that an `IndexedWriter` has added there, without its index."""
-    return _per_document(prefix.with_name(prefix.name + ".lengths"))["text_bytes"]
+    return _per_document(prefix)["text_bytes"]
 
 
 def digests(prefix: Path) -> NDArray[np.uint64]:
     """Hashes [documents] of the ids that an `IndexedWriter` has added there, without its index: equal documents have the
     same."""
-    return _per_document(prefix.with_name(prefix.name + ".lengths"))["digest"]
+    return _per_document(prefix)["digest"]
 
 
 def _digest(ids: NDArray[Any]) -> int:
@@ -217,6 +227,16 @@ def longest_document(index: Path) -> int:
     with index.open("rb") as stream:
         _, _, number, _ = _HEADER.unpack(stream.read(start)[len(IDX_MAGIC) :])
     return int(np.fromfile(index, "<i4", number, offset=start).max(initial=0))
+
+
+def document_starts(index: Path) -> NDArray[np.int64]:
+    """First byte [documents] of each document's ids, mapped from an index on disk."""
+    start = len(IDX_MAGIC) + _HEADER.size
+    with index.open("rb") as stream:
+        _, _, number, _ = _HEADER.unpack(stream.read(start)[len(IDX_MAGIC) :])
+    if not number:
+        return np.empty(0, dtype=np.int64)
+    return np.memmap(index, "<i8", mode="r", offset=start + 4 * number, shape=(number,))
 
 
 def first_documents(prefix: Path, number: int) -> list[NDArray[Any]]:
@@ -238,17 +258,8 @@ def first_documents(prefix: Path, number: int) -> list[NDArray[Any]]:
     return np.split(ids[: lengths.sum()], np.cumsum(lengths)[:-1])
 
 
-def read_prompts(file: Path) -> NDArray[Any]:
-    """[documents] of records with `tokens` and `text_bytes`, mapped from disk."""
-    return np.memmap(file, _PROMPT, mode="r") if file.stat().st_size else np.empty(0, _PROMPT)
-
-
-def prompts_bytes(num_documents: int) -> int:
-    """The size of a file of prompts."""
-    return num_documents * _PROMPT.itemsize
-
-
-def _per_document(file: Path) -> NDArray[Any]:
+def _per_document(prefix: Path) -> NDArray[Any]:
+    file = prefix.with_name(prefix.name + ".lengths")
     if file.stat().st_size == 0:
         return np.empty(0, _PER_DOCUMENT)
     return np.memmap(file, _PER_DOCUMENT, mode="r")

@@ -1,8 +1,8 @@
 """A prepared data set on disk: the manifest that makes it one, and the checks before anything reads it.
 
 A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one
-sequence per document, each ended by the end-of-document id), `train.prompts` and `validation.prompts` where documents
-are prompts and answers, `tokenizer.json` where the tokenizer is a Hugging Face one, and `manifest.json`. The folder
+sequence per document, each ended by the end-of-document id), `train.prompts` and `validation.prompts`, or
+`train.scored` and `validation.scored`, where some tokens are not scored, `tokenizer.json` where the tokenizer is a Hugging Face one, and `manifest.json`. The folder
 gets its name only when all of it is there (see `staging`), so a folder of that name with a manifest is whole, or was
 damaged later.
 """
@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import numpy as np
 
 from pretrain.config.suggest import did_you_mean_path
-from pretrain.data.indexed_files import IDX_MAGIC, header_problem, prompts_bytes, read_prompts
+from pretrain.data.indexed_files import IDX_MAGIC, document_starts, header_problem
+from pretrain.data.scored import ScoredFile, ScoredTokens, open_scored, scored_file_bytes
 from pretrain.data.tokenizer import BYTES, CODES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
 from pretrain.progress import Progress
@@ -38,8 +39,8 @@ _BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class PromptsInfo:
-    """Prompts of a split of prompts and answers, which are not scored; size and hash of the file that lists them."""
+class UnscoredInfo:
+    """Tokens of a split that are not scored; size and hash of the file that says which."""
 
     num_tokens: int
     num_bytes: int
@@ -62,24 +63,36 @@ class SplitInfo:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
-    prompts: PromptsInfo | None = None
-    """None: every token is scored."""
+    prompts: UnscoredInfo | None = None
+    """Prompts of a split of prompts and answers, listed by their lengths."""
+    scored: UnscoredInfo | None = None
+    """Whatever else is not scored, listed by a bit for every token. Where both are None every token is scored."""
+
+    @property
+    def scoring(self) -> ScoredFile | None:
+        """The file that says which tokens are scored; None: all are."""
+        return "prompts" if self.prompts is not None else None if self.scored is None else "scored"
+
+    @property
+    def unscored(self) -> UnscoredInfo | None:
+        """Tokens that are not scored; None: all are."""
+        return self.scored if self.prompts is None else self.prompts
 
     @property
     def num_scored_tokens(self) -> int:
         """Tokens that count in a loss."""
-        return self.num_tokens - (0 if self.prompts is None else self.prompts.num_tokens)
+        return self.num_tokens - (0 if self.unscored is None else self.unscored.num_tokens)
 
     @property
     def num_scored_bytes(self) -> int:
         """UTF-8 bytes of their text."""
-        return self.num_bytes - (0 if self.prompts is None else self.prompts.num_bytes)
+        return self.num_bytes - (0 if self.unscored is None else self.unscored.num_bytes)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SplitInfo:
-        """Split of the values of a manifest; those written before there were prompts have none of them."""
-        prompts = values.get("prompts")
-        return cls(**{**values, "prompts": None if prompts is None else PromptsInfo(**prompts)})
+        """Split of the values of a manifest; those written before tokens were left unscored have none."""
+        unscored = {name: values.get(name) for name in ("prompts", "scored")}
+        return cls(**{**values, **{name: each and UnscoredInfo(**each) for name, each in unscored.items()}})
 
 
 @dataclass(frozen=True)
@@ -115,8 +128,8 @@ class Manifest:
             info = self.splits[split]
             yield f"{split}.bin", info.bin_bytes, info.bin_sha256
             yield f"{split}.idx", info.idx_bytes, info.idx_sha256
-            if info.prompts is not None:
-                yield f"{split}.prompts", info.prompts.file_bytes, info.prompts.file_sha256
+            if info.unscored is not None:
+                yield f"{split}.{info.scoring}", info.unscored.file_bytes, info.unscored.file_sha256
 
     def to_json(self) -> str:
         """The manifest as the text of its file, with a digest of its contents."""
@@ -144,7 +157,7 @@ class Manifest:
         if digest is not None and digest != _digest(values):
             raise ValueError("its contents are not those that were written: their sha256 differs from its digest")
         values = {name: values[name] for name in known}
-        values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
+        values["tokenizer"] = TokenizerInfo.from_plain(values["tokenizer"])
         values["splits"] = {split: SplitInfo.from_plain(values["splits"][split]) for split in SPLITS}
         values["skipped_examples"] = tuple(values["skipped_examples"])
         return cls(**values, has_digest=digest is not None)
@@ -164,9 +177,9 @@ class PreparedDataset:
     tokenizer: Tokenizer
 
     @property
-    def has_prompts(self) -> bool:
+    def has_unscored(self) -> bool:
         """True if some of its tokens are not scored."""
-        return any(split.prompts is not None for split in self.manifest.splits.values())
+        return any(split.unscored is not None for split in self.manifest.splits.values())
 
     def prefix(self, split: str) -> str:
         """Path of a split's files without `.bin` and `.idx`, as Megatron wants it."""
@@ -194,10 +207,13 @@ class PreparedDataset:
             )
         return indexed
 
-    def open_prompts(self, split: str) -> NDArray[Any] | None:
-        """Number of unscored `tokens` of every document of a split, which are its first, and their `text_bytes`; None:
-        every token of the split is scored."""
-        return None if self.manifest.splits[split].prompts is None else read_prompts(self.path / f"{split}.prompts")
+    def open_scored(self, split: str) -> ScoredTokens | None:
+        """Tokens of a split that are scored; None: all are."""
+        prefix, scoring = Path(self.prefix(split)), self.manifest.splits[split].scoring
+        if scoring is None:
+            return None
+        unit = np.dtype(self.tokenizer.token_dtype).itemsize
+        return open_scored(prefix, scoring, document_starts(prefix.with_name(f"{split}.idx")), unit)
 
     def verify(self) -> None:
         """Read every byte and compare it with the manifest's hashes.
@@ -258,8 +274,8 @@ def saved_tokenizer_info(folder: Path) -> TokenizerInfo:
         DataError: there is none, or it is damaged.
     """
     try:
-        return TokenizerInfo(**json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return TokenizerInfo.from_plain(json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{folder}: no tokenizer can be read here ({error}). It is written when a run starts."
         ) from error
@@ -299,8 +315,14 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     for split, info in manifest.splits.items():
         if problem := header_problem(folder / f"{split}.idx", info.num_documents, info.bin_bytes, info.num_tokens):
             raise damaged(folder, f"{split}.idx {problem}")
-        if info.prompts is not None and info.prompts.file_bytes != prompts_bytes(info.num_documents):
-            raise damaged(folder, f"{split}.prompts has no entry for each of {info.num_documents} documents")
+        if info.unscored is not None and info.scoring is not None:
+            expected = scored_file_bytes(info.scoring, info.num_documents, info.num_tokens)
+            if info.unscored.file_bytes != expected:
+                raise damaged(
+                    folder,
+                    f"{split}.{info.scoring} has {info.unscored.file_bytes} bytes, and {info.num_documents} documents of "
+                    f"{info.num_tokens} tokens have {expected}",
+                )
         if info.max_token_id >= manifest.tokenizer.vocab_size:
             raise damaged(
                 folder,
@@ -322,7 +344,7 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder}: not a prepared data set (it has no {MANIFEST_FILE}). "
             f"Make one with `megamem data prepare INPUT --output DIRECTORY`."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{MANIFEST_FILE} cannot be used ({error})") from error
 
 
@@ -335,7 +357,7 @@ def _open_tokenizer(folder: Path, info: TokenizerInfo) -> Tokenizer:
     }
     if info.kind not in specs:
         raise damaged(folder, f"unknown tokenizer kind {info.kind!r}")
-    tokenizer = load_tokenizer(specs[info.kind], info.eod_token, special_tokens=info.special_tokens)
+    tokenizer = load_tokenizer(specs[info.kind], info.eod_token, special_tokens=info.special_tokens, chat=info.chat)
     if tokenizer.fingerprint != info.fingerprint:
         raise damaged(folder, "its tokenizer is not the one that made the tokens")
     return tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 from pretrain.data.tokenizer_limits import panics_refused
 from pretrain.errors import DataError
 
-_PREPARED_FILES = ("manifest.json", "info.json")
+PREPARED_FILES = ("manifest.json", "info.json")
 """Files beside the tokenizers of prepared data sets and of runs."""
-_SETTINGS_FILE = "tokenizer_config.json"
+SETTINGS_FILE = "tokenizer_config.json"
 _MODEL_FILE = "config.json"
 
 
@@ -24,21 +24,28 @@ def named_end(definition: Path) -> str | None:
     Raises:
         DataError: a file that should name it cannot be read.
     """
-    prepared, info = (_read(definition.with_name(name)) for name in _PREPARED_FILES)
+    prepared, info = (read_object(definition.with_name(name)) for name in PREPARED_FILES)
     made_with = prepared.get("tokenizer") or info
     if isinstance(made_with, dict) and isinstance(made_with.get("eod_token"), str):
         return str(made_with["eod_token"])
-    named = _read(definition.with_name(_SETTINGS_FILE)).get("eos_token")
+    named = read_object(definition.with_name(SETTINGS_FILE)).get("eos_token")
     # Older files write a token with its options.
     named = named.get("content") if isinstance(named, dict) else named
-    if isinstance(named, str):
-        return named
-    wanted = _read(definition.with_name(_MODEL_FILE)).get("eos_token_id")
+    return named if isinstance(named, str) else model_end(definition)
+
+
+def model_end(definition: Path) -> str | None:
+    """End-of-sequence token that the model beside a `tokenizer.json` names by its id; None: there is none.
+
+    Raises:
+        DataError: a file that should name it cannot be read.
+    """
+    wanted = read_object(definition.with_name(_MODEL_FILE)).get("eos_token_id")
     wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted
     return None if wanted is None else _token_of(definition, wanted)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """JSON object of a file; an empty one where there is no file, or something else in it.
 
     Raises:

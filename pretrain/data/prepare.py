@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near, cut
+from pretrain.data.conversations import ConversationReader, MessagesField
 from pretrain.data.files import SourceFile, list_files
 from pretrain.data.hold_out import DrawnDocuments, HoldOut, mended
 from pretrain.data.indexed_files import Document, IndexedWriter, Written, digests, read_written, text_bytes
@@ -31,11 +32,12 @@ from pretrain.data.manifest import (
     VALIDATION,
     Manifest,
     PreparedDataset,
-    PromptsInfo,
     SplitInfo,
+    UnscoredInfo,
     file_sha256,
     open_dataset,
 )
+from pretrain.data.scored import ScoredFile, scored_path
 from pretrain.data.sources import (
     BadDocumentLog,
     PairFields,
@@ -55,11 +57,11 @@ _OUR_FILES = frozenset(
         MANIFEST_FILE,
         TOKENIZER_FILE,
         LOCK_FILE,
-        *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "prompts")),
+        *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "prompts", "scored")),
     }
 )
-_PROGRESS_FORMAT = 2
-"""Format of what a preparation has written when it is cut off: 2 has hashes of documents."""
+_PROGRESS_FORMAT = 3
+"""Format of what a preparation has written when it is cut off: 3 has bytes of each document that are not scored."""
 NOTE_EVERY_S = 30.0
 """Seconds of work that a preparation which is cut off may have to do again."""
 
@@ -80,6 +82,7 @@ def prepare(
     field_name: str = "text",
     as_text: bool = False,
     pair: PairFields | None = None,
+    messages: MessagesField | None = None,
     validation_fraction: float = 0.01,
     validation_inputs: Sequence[str] = (),
     seed: int = 1,
@@ -97,6 +100,8 @@ def prepare(
         as_text: every file is text, whatever its name says.
         pair: JSON fields of a prompt and its answer instead: each pair is a document, of which the answer and its end are
             scored, and the prompt is not.
+        messages: JSON field of the messages of a conversation instead: each conversation is a document, of which what the
+            assistant says is scored. The tokenizer has the template by which it is read (`chat_tokenizer`).
         validation_fraction: share of the text held out, see `pretrain.data.hold_out`. 0: no validation.
         validation_inputs: hold out the documents of these instead, and none of the others.
         seed: decides which documents are held out.
@@ -112,12 +117,14 @@ def prepare(
     num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
     if num_workers < 1:
         raise DataError(f"--workers {num_workers} is impossible: give 1 or more.")
-    tokenizing = Tokenizing(tokenizer, field_name, cut_documents, pair)
+    conversations = None if messages is None else ConversationReader.open(tokenizer, messages)
+    tokenizing = Tokenizing(tokenizer, field_name, cut_documents, pair, conversations)
     all_inputs = [*inputs, *hold_out.inputs]
     files = list_files(all_inputs, as_text=as_text)
     job = _Job(all_inputs, len(inputs), files, tokenizing, hold_out, BadDocumentLog(max_bad), num_workers)
-    if pair is not None and (other := next((file for file in job.files if file.kind != "json"), None)) is not None:
-        raise DataError(f"{other.path}: prompts and answers are read from JSON lines (.jsonl, .ndjson, .json) alone.")
+    what = "prompts and answers" if pair is not None else None if messages is None else "conversations"
+    if what is not None and (other := next((file for file in job.files if file.kind != "json"), None)) is not None:
+        raise DataError(f"{other.path}: {what} are read from JSON lines (.jsonl, .ndjson, .json) alone.")
     folder = Path(os.path.abspath(output))
     recover_replaced(folder)
     existing = _existing(folder, job.request_fingerprint, overwrite)
@@ -254,11 +261,16 @@ class _Job:
             request.append({"pair": asdict(self.tokenizing.pair)})
         if self.tokenizer.special_tokens:
             request.append({"special_tokens": True})
+        if self.tokenizing.conversations is not None:
+            assert self.tokenizer.chat is not None
+            request.append(
+                {"messages": asdict(self.tokenizing.conversations.field), "chat": asdict(self.tokenizer.chat)}
+            )
         return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
     def manifest(self, splits: dict[str, SplitInfo]) -> Manifest:
         """Manifest of the splits that `write` has written."""
-        pair = self.tokenizing.pair
+        pair, conversations = self.tokenizing.pair, self.tokenizing.conversations
         return Manifest(
             format_version=FORMAT_VERSION,
             tokenizer=self.tokenizer.info,
@@ -275,6 +287,7 @@ class _Job:
                 **asdict(self.repeats),
                 **({"as_text": True} if self.as_text else {}),
                 **({} if pair is None else {"pair": asdict(pair)}),
+                **({} if conversations is None else {"messages": asdict(conversations.field)}),
             },
             num_skipped=self.left_out.num_bad,
             skipped_examples=tuple(self.left_out.examples),
@@ -319,15 +332,15 @@ class _Job:
                 writers = self._mend_shares(writers, stack, staging)
             for writer in writers.values():
                 writer.finish()
-        splits = {split: _split_info(staging, split, writer.written) for split, writer in writers.items()}
+        scoring = self.tokenizing.scoring
+        splits = {split: _split_info(staging, split, writer.written, scoring) for split, writer in writers.items()}
         (staging / PROGRESS_FILE).unlink(missing_ok=True)
         for writer in writers.values():
             writer.file(".lengths").unlink()
         return splits
 
     def _writer(self, prefix: Path, written: Written | None = None) -> IndexedWriter:
-        with_prompts = self.tokenizing.pair is not None
-        return IndexedWriter(prefix, self.tokenizer.token_dtype, written, with_prompts=with_prompts)
+        return IndexedWriter(prefix, self.tokenizer.token_dtype, written, scoring=self.tokenizing.scoring)
 
     def _records(self, progress: _Progress, writers: dict[str, IndexedWriter]) -> Iterator[None]:
         """Write the documents of one record after the other, counting them in `progress`, under a progress bar."""
@@ -373,13 +386,13 @@ class _Job:
     ) -> dict[str, IndexedWriter]:
         """Divide the documents anew where those drawn are not about as much of the text as was asked for, or equal ones
         were parted."""
-        documents = self._drawn(writers)
-        division = mended(self.hold_out, documents, can_cut=self.tokenizing.pair is None)
+        documents, scoring = self._drawn(writers), self.tokenizing.scoring
+        division = mended(self.hold_out, documents, can_cut=scoring is None)
         if division is None:
             return writers
         # From here on, a preparation that is cut off starts anew.
         (staging / PROGRESS_FILE).unlink(missing_ok=True)
-        endings = (".bin", ".lengths", *([".prompts"] if self.tokenizing.pair is not None else []))
+        endings = (".bin", ".lengths", *([] if scoring is None else [f".{scoring}"]))
         drawn = {}
         for split, writer in writers.items():
             writer.close()
@@ -387,7 +400,7 @@ class _Job:
             for ending in endings:
                 writer.file(ending).rename(prefix.with_name(prefix.name + ending))
             drawn[split] = prefix
-        written = {split: read_written(prefix, self.tokenizer.token_dtype) for split, prefix in drawn.items()}
+        written = {split: read_written(prefix, self.tokenizer.token_dtype, scoring) for split, prefix in drawn.items()}
         writers = {split: stack.enter_context(self._writer(writer.prefix)) for split, writer in writers.items()}
         for index, (was_held_out, text) in enumerate(zip(documents.held_out, documents.texts, strict=True)):
             document = next(written[VALIDATION if was_held_out else TRAIN])
@@ -422,9 +435,15 @@ class _Job:
             yield Document(np.concatenate([ids, eod]), len(part.encode("utf-8")))
 
 
-def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
+def _split_info(folder: Path, split: str, written: Written, scoring: ScoredFile | None) -> SplitInfo:
     """The manifest's entry, with the hashes of the files."""
-    data, index, prompts = (folder / f"{split}.{ending}" for ending in ("bin", "idx", "prompts"))
+    data, index = (folder / f"{split}.{ending}" for ending in ("bin", "idx"))
+    unscored = {}
+    if scoring is not None:
+        file = scored_path(folder / split, scoring)
+        unscored[scoring] = UnscoredInfo(
+            written.unscored_tokens, written.unscored_bytes, file.stat().st_size, file_sha256(file)
+        )
     return SplitInfo(
         num_documents=written.num_documents,
         num_tokens=written.num_tokens,
@@ -434,9 +453,6 @@ def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
         bin_sha256=file_sha256(data),
         idx_bytes=index.stat().st_size,
         idx_sha256=file_sha256(index),
-        prompts=(
-            PromptsInfo(written.prompt_tokens, written.prompt_bytes, prompts.stat().st_size, file_sha256(prompts))
-            if prompts.exists()
-            else None
-        ),
+        prompts=unscored.get("prompts"),
+        scored=unscored.get("scored"),
     )

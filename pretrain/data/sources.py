@@ -203,8 +203,28 @@ def decode_pair(record: Record, names: PairFields) -> tuple[str, str]:
         raise BadDocument(record.failure)
     assert isinstance(record.payload, bytes)
     fields = _json_object(record.payload, names.answer)
-    prompt = _checked(_field(fields, names.prompt, "--prompt-field"))
-    return prompt, _checked(_field(fields, names.answer, "--answer-field"))
+    prompt = checked(_field(fields, names.prompt, "--prompt-field"))
+    return prompt, checked(_field(fields, names.answer, "--answer-field"))
+
+
+def decode_messages(record: Record, field_name: str) -> list[dict[str, Any]]:
+    """Messages of a record: one or more, each with a role.
+
+    Raises:
+        BadDocument: the record holds none.
+    """
+    if record.failure is not None:
+        raise BadDocument(record.failure)
+    assert isinstance(record.payload, bytes)
+    messages = _value(_json_object(record.payload, field_name), field_name, "--messages-field")
+    if not isinstance(messages, list):
+        raise BadDocument(f"the field {field_name!r} holds {_kind(messages)}, not a list of messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise BadDocument(f"message {number} is {_kind(message)}, not an object with a role and its content")
+        if not isinstance(message.get("role"), str):
+            raise BadDocument(f"message {number} has no role (present: {_present(message)})")
+    return messages
 
 
 def decode(record: Record, field_name: str) -> str:
@@ -223,7 +243,7 @@ def decode(record: Record, field_name: str) -> str:
     else:
         # Null is no text, as it is in JSON.
         text = record.payload if isinstance(record.payload, str) else ""
-    return _checked(text)
+    return checked(text)
 
 
 def _read_text(file: SourceFile) -> str:
@@ -237,7 +257,8 @@ def _read_text(file: SourceFile) -> str:
     return _decode_utf8(content)
 
 
-def _checked(text: str) -> str:
+def checked(text: str) -> str:
+    """A text that holds no NUL. Raises BadDocument."""
     if "\0" in text:
         raise BadDocument(f"NUL at character {text.index(chr(0))}: this is not text")
     return text
@@ -269,8 +290,13 @@ def _json_object(line: bytes, field_name: str) -> dict[str, object]:
     return value
 
 
-def _field(value: dict[str, object], field_name: str, option: str) -> str:
-    """Text of a field, or of a field in fields, as in `meta.text`; null is an empty text."""
+def _present(fields: dict[str, object]) -> str:
+    """Names of fields that are there, for messages."""
+    return ", ".join(printable(key, _MOST_OF_A_KEY) for key in sorted(fields)[:8]) or "no fields"
+
+
+def _value(value: dict[str, object], field_name: str, option: str) -> object:
+    """Value of a field, or of a field in fields, as in `meta.text`."""
     fields, name = value, field_name
     while name not in fields and "." in name:
         outer, _, name = name.partition(".")
@@ -279,9 +305,15 @@ def _field(value: dict[str, object], field_name: str, option: str) -> str:
             break
         fields = inner
     if name not in fields:
-        present = ", ".join(printable(key, _MOST_OF_A_KEY) for key in sorted(fields)[:8]) or "no fields"
-        raise BadDocument(f"the field {field_name!r} is missing (present: {present}); name the right one with {option}")
-    text = fields[name]
+        raise BadDocument(
+            f"the field {field_name!r} is missing (present: {_present(fields)}); name the right one with {option}"
+        )
+    return fields[name]
+
+
+def _field(value: dict[str, object], field_name: str, option: str) -> str:
+    """Text of a field, see `_value`; null is an empty text."""
+    text = _value(value, field_name, option)
     if text is None:
         return ""
     if not isinstance(text, str):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write, in_words
 from pretrain.config.suggest import did_you_mean_path
+from pretrain.data.chat_template import ChatTemplate
 from pretrain.data.named_end import named_end
 from pretrain.data.sentencepiece_files import refuse_sentencepiece
 from pretrain.data.tokenizer_limits import check_limits, panics_refused
@@ -58,6 +59,14 @@ class TokenizerInfo:
     special_tokens: bool = False
     """True if text that reads as a special token became that token. Text became the text's tokens in any case, so data
     prepared with it and without have the same fingerprint, and may be trained on together."""
+    chat: ChatTemplate | None = None
+    """Template by which conversations became texts; None: there were none."""
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> TokenizerInfo:
+        """Record of what `asdict` made of one; those written before there were conversations have no template."""
+        chat = values.get("chat")
+        return TokenizerInfo(**{**values, "chat": None if chat is None else ChatTemplate.from_plain(chat)})
 
 
 class Tokenizer(ABC):
@@ -69,12 +78,13 @@ class Tokenizer(ABC):
     eod: int
     eod_token: str | None = None
     special_tokens: bool = False
+    chat: ChatTemplate | None = None
 
     @property
     def info(self) -> TokenizerInfo:
         """Record of the tokenizer in a prepared data set."""
         return TokenizerInfo(
-            self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token, self.special_tokens
+            self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token, self.special_tokens, self.chat
         )
 
     @property
@@ -112,8 +122,12 @@ class Tokenizer(ABC):
         """Text of one id by itself, that of the end-of-document token too."""
         return self.name_of(id) if id == self.eod else self.detokenize([id])
 
-    def taking_special_tokens(self) -> Tokenizer:
-        """Tokenizer by which text that reads as a special token is that token; itself, where it has none."""
+    def taking_special_tokens(self, chat: ChatTemplate | None = None) -> Tokenizer:
+        """Tokenizer by which text that reads as a special token is that token; itself, where it has none.
+
+        Args:
+            chat: template of conversations, if it has none of its own.
+        """
         return self
 
     def name_of(self, id: int) -> str:
@@ -224,6 +238,7 @@ class HuggingFaceTokenizer(Tokenizer):
         origin: str = TOKENIZER_FILE,
         *,
         special_tokens: bool = False,
+        chat: ChatTemplate | None = None,
     ) -> None:
         """Load a definition.
 
@@ -232,6 +247,7 @@ class HuggingFaceTokenizer(Tokenizer):
             eod_token: the token that ends a document; None picks the only known name that the vocabulary has.
             origin: where the definition is from, for messages.
             special_tokens: text that reads as a special token is that token, as in a chat model's own texts.
+            chat: template of conversations.
 
         Raises:
             DataError: the definition cannot be used, or has no such token.
@@ -249,7 +265,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.special_tokens = special_tokens
+        # It would leave blanks out of the places of tokens.
+        self._backend.post_processor = None
+        self.special_tokens, self.chat = special_tokens, chat
         # The package's word for taking them as text.
         self._backend.encode_special_tokens = not special_tokens
         self.definition = definition
@@ -261,24 +279,50 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(f"{canonical}\n{self.eod_token}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(HuggingFaceTokenizer, special_tokens=self.special_tokens), (self.definition, self.eod_token)
+        make = partial(HuggingFaceTokenizer, special_tokens=self.special_tokens, chat=self.chat)
+        return make, (self.definition, self.eod_token)
 
     @property
     def added_tokens(self) -> list[str]:
         """Tokens beside those of the vocabulary of texts, special or not."""
         return [token.content for token in self._added]
 
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of these."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
     @property
     def markers(self) -> list[str]:
         """Special tokens beside the one that ends a document."""
         return [token.content for token in self._added if token.special and token.content != self.eod_token]
 
+    @cached_property
+    def normalizes_markers(self) -> bool:
+        """True if a special token is found in normalised texts, in which others may read as it."""
+        return any(token.special and token.normalized for token in self._added)
+
     @property
     def _added(self) -> Iterable[Any]:
         return self._backend.get_added_tokens_decoder().values()
 
-    def taking_special_tokens(self) -> HuggingFaceTokenizer:
-        return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True)
+    def taking_special_tokens(self, chat: ChatTemplate | None = None) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer(self.definition, self.eod_token, special_tokens=True, chat=self.chat or chat)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; None: there is none of that name."""
+        number: int | None = self._backend.token_to_id(token)
+        return number
+
+    def tokenize_with_places(self, texts: Sequence[str]) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
+        """Ids of each text, as of `tokenize_batch`, and their places [num_tokens, 2]: the first character that each stands
+        for, and the one behind the last."""
+        with panics_refused():
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(each.ids, dtype=self.token_dtype), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
+            for each in encodings
+        ]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         with panics_refused():
@@ -317,7 +361,18 @@ def _choose_end_of_document(vocabulary: dict[str, int], wanted: str | None, orig
     raise DataError(f"{origin}: {found}. Name the one that does with --eod-token.")
 
 
-def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_tokens: bool = False) -> Tokenizer:
+def known_ends(tokenizer: HuggingFaceTokenizer) -> list[str]:
+    """Tokens of the vocabulary whose name says that they end documents."""
+    return [token for token in _END_OF_DOCUMENT_TOKENS if tokenizer.id_of(token) is not None]
+
+
+def load_tokenizer(
+    spec: str | Path,
+    eod_token: str | None = None,
+    *,
+    special_tokens: bool = False,
+    chat: ChatTemplate | None = None,
+) -> Tokenizer:
     """A tokenizer by name or file.
 
     Args:
@@ -325,6 +380,7 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_to
         eod_token: token that ends a document (of a `tokenizer.json` alone); None takes the one that the files beside it
             name, or else the only one of a known name.
         special_tokens: text that reads as a special token is that token.
+        chat: template of conversations (of a `tokenizer.json` alone).
 
     Raises:
         DataError: there is no such tokenizer, or it cannot be used.
@@ -351,7 +407,7 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None, *, special_to
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error}). Give a readable tokenizer.json.") from error
     end = named_end(path) if eod_token is None else eod_token
-    return HuggingFaceTokenizer(definition, end, origin=str(path), special_tokens=special_tokens)
+    return HuggingFaceTokenizer(definition, end, origin=str(path), special_tokens=special_tokens, chat=chat)
 
 
 def train_bpe(

@@ -16,8 +16,10 @@ import numpy as np
 
 from parallel.parent_death import signal_on_parent_death
 from pretrain.data.boundaries import cut
+from pretrain.data.conversations import ConversationReader, MarkedText
 from pretrain.data.indexed_files import Document
-from pretrain.data.sources import BadDocument, PairFields, Record, decode, decode_pair
+from pretrain.data.scored import ScoredFile
+from pretrain.data.sources import BadDocument, PairFields, Record, decode, decode_messages, decode_pair
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -47,19 +49,28 @@ class Tokenizing:
     Attributes:
         field_name: JSON field that holds the text.
         cut_documents: longer texts are cut into documents of at most so many characters; None: none is.
-        pair: the fields of a prompt and its answer, which are one document; None: records hold texts.
+        pair: the fields of a prompt and its answer, which are one document; None: records hold none.
+        conversations: the reader of conversations, of which each is a document; None: records hold none.
     """
 
     tokenizer: Tokenizer
     field_name: str
     cut_documents: int | None = None
     pair: PairFields | None = None
+    conversations: ConversationReader | None = None
 
     def __post_init__(self) -> None:
         if self.cut_documents is not None and self.cut_documents < 2:
             raise DataError(f"--cut-documents {self.cut_documents} is impossible: give at least 2 characters.")
         if self.cut_documents is not None and self.pair is not None:
             raise DataError("--cut-documents would part answers from their prompts: leave it out, or --prompt-field.")
+        if self.cut_documents is not None and self.conversations is not None:
+            raise DataError("--cut-documents would cut conversations in two: leave it out, or --messages-field.")
+
+    @property
+    def scoring(self) -> ScoredFile | None:
+        """The file that says which tokens are scored; None: all are."""
+        return "prompts" if self.pair is not None else None if self.conversations is None else "scored"
 
 
 def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
@@ -121,6 +132,8 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecord]:
     if how.pair is not None:
         return _tokenize_pairs(batch, how, how.pair)
+    if how.conversations is not None:
+        return _tokenize_conversations(batch, how, how.conversations)
     texts: list[list[str]] = []
     reasons: list[str | None] = []
     for record in batch:
@@ -148,7 +161,10 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
 def _result(record: Record, documents: list[Document], reason: str | None, tokenizer: Tokenizer) -> TokenizedRecord:
     """Result of a record. A text that ends in its middle is bad: there are as many ends as documents."""
     if any((document.ids[:-1] == tokenizer.eod).any() for document in documents):
-        documents, remedy = [], ", or leave --special-tokens out" if tokenizer.special_tokens else ""
+        documents, remedy = (
+            [],
+            ", or leave --special-tokens out" if tokenizer.special_tokens and tokenizer.chat is None else "",
+        )
         reason = (
             f"its text becomes the token {tokenizer.eod_token}, which ends documents: name another end with --eod-token"
             f"{remedy}"
@@ -173,14 +189,29 @@ def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> 
     records = []
     for record, (prompt, answer), reason in zip(batch, pairs, reasons, strict=True):
         of_prompt, of_answer = next(ids), next(ids)
-        prompt_bytes = len(prompt.encode("utf-8"))
-        document = Document(
-            np.concatenate([of_prompt, of_answer, eod]),
-            prompt_bytes + len(answer.encode("utf-8")),
-            len(of_prompt),
-            prompt_bytes,
-        )
+        prompt_bytes, joined = len(prompt.encode("utf-8")), np.concatenate([of_prompt, of_answer, eod])
+        scored = np.arange(len(joined)) >= len(of_prompt)
+        document = Document(joined, prompt_bytes + len(answer.encode("utf-8")), scored, prompt_bytes)
         records.append(_result(record, [document] if answer else [], reason, how.tokenizer))
+    return records
+
+
+def _tokenize_conversations(batch: list[Record], how: Tokenizing, reader: ConversationReader) -> list[TokenizedRecord]:
+    """Each conversation as one text, by the template. Where the assistant says nothing there is nothing to learn."""
+    marked: list[MarkedText | None] = []
+    reasons: list[str | None] = []
+    for record in batch:
+        try:
+            text, reason = reader.marked(decode_messages(record, reader.field.name)), None
+        except BadDocument as error:
+            text, reason = None, str(error)
+        marked.append(text)
+        reasons.append(reason)
+    documents = iter(reader.documents([text for text in marked if text is not None]))
+    records = []
+    for record, text, reason in zip(batch, marked, reasons, strict=True):
+        made = [] if text is None else [next(documents)]
+        records.append(_result(record, made, reason, how.tokenizer))
     return records
 
 

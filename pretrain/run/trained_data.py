@@ -121,13 +121,15 @@ def how_to_prepare(tokenizer: os.PathLike[str]) -> str:
     )
 
 
-def knows_special_tokens(saved: SavedState) -> bool:
-    """True if a checkpoint was trained on special tokens: it goes on knowing them, whatever it is trained on next."""
+def going_on(tokenizer: Tokenizer, saved: SavedState) -> Tokenizer:
+    """Tokenizer of the next data with what a checkpoint was trained on: special tokens, and a chat template where the data
+    has none. It goes on knowing them, whatever it is trained on next."""
     try:
-        return saved_tokenizer_info(RunFolder(saved.path.parent.parent).tokenizer).special_tokens
+        known = saved_tokenizer_info(RunFolder(saved.path.parent.parent).tokenizer)
     except DataError:
         # Checkpoints that were copied without their run say nothing.
-        return False
+        return tokenizer
+    return tokenizer.taking_special_tokens(known.chat) if known.special_tokens else tokenizer
 
 
 def tokenizer_of(folder: RunFolder, saved: SavedState) -> Tokenizer:

@@ -43,7 +43,7 @@ from pretrain.run.owner import Owner, owned
 from pretrain.run.preflight import check_gpu_memory
 from pretrain.run.rows import numbered_rows
 from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_started
-from pretrain.run.trained_data import check_trained_data, data_read, knows_special_tokens
+from pretrain.run.trained_data import check_trained_data, data_read, going_on
 from pretrain.state import RunState
 from pretrain.train.agreed_stop import AgreedStop
 
@@ -174,8 +174,8 @@ def open_run(
     datasets = open_blend(config.read_data)
     tokenizer, trained_on = shared_tokenizer(datasets), datasets[: len(config.data.datasets)]
     saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
-    if saved is not None and knows_special_tokens(saved):
-        tokenizer = tokenizer.taking_special_tokens()
+    if saved is not None:
+        tokenizer = going_on(tokenizer, saved)
     trained = config.optimizer.trained_layers
     state = RunState().training(trained) if saved is None else saved.run
     _refuse_taken_names(folder, state, groups)
@@ -183,7 +183,7 @@ def open_run(
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
     train_data = training_samples(config, state, tokenizer, folder)
-    check_targets(train_data, position_in_data(config, state), [part.path for part in trained_on if part.has_prompts])
+    check_targets(train_data, position_in_data(config, state), [part.path for part in trained_on if part.has_unscored])
     held_out = HeldOutDataset(
         config.evaluated,
         train.sequence_length,

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ import pytest
 import yaml
 from commands import TINY, Megamem
 from engine_stand_in import engine_stand_in
+
+from tests.unit.data.chat_templates import QWEN, folder_of, without_generation
+from tests.unit.data.kinds_of_tokenizers import END
 
 SERVING = ("transformers", "fastapi", "uvicorn", "openai", "accelerate")
 ENGINE = os.environ.get("MEGAMEM_VLLM_PYTHON")
@@ -195,14 +200,83 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
     prompt = BODY["prompt"].removeprefix("<|endoftext|>")
     options = ("--prompt", prompt, "--temperature", BODY["temperature"], "--max-tokens", BODY["max_tokens"])
     expected = megamem("generate", run, *options).generated
+    with served(run, engine, tmp_path) as port:
+        command = ["bash", "-c", CURL.replace(":8000/", f":{port}/")]
+        answer = subprocess.run(command, check=True, capture_output=True, timeout=120)
+        (choice,) = json.loads(answer.stdout)["choices"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120) as listed:
+            names = [each["id"] for each in json.load(listed)["data"]]
+        refused = [
+            code_of(port, "completions", wrong)
+            for wrong in ({"max_tokens": 3}, {**BODY, "max_tokens": 10**6}, {**BODY, "model": "another"})
+        ]
+        message = {"role": "user", "content": BODY["prompt"]}
+        refused.append(code_of(port, "chat/completions", {"model": "run", "messages": [message]}))
+        if engine == "transformers":
+            # Paths of its server that load what a request names, and unload the model.
+            refused += [code_of(port, path, {"model": str(run)}) for path in ("/load_model", "/reset", "systemone")]
+            assert code_of(port, "completions", BODY) == 200
+    assert (prompt + choice["text"]).rstrip("\n") == expected.rstrip("\n")
+    assert names == ["run"]
+    assert all(400 <= code < 500 for code in refused), refused
+
+
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
+def test_a_model_of_conversations_answers_chats_and_ends_its_turn(
+    megamem: Megamem, tmp_path: Path, engine: str
+) -> None:
+    folder = folder_of(tmp_path / "tokenizer", "byte_level", without_generation(QWEN), {"eos_token": "<|im_end|>"})
+    asked, answers = ["the memory", "and the model?"], ["reads a few rows", "ü, it does."]
+    messages = [
+        {"role": role, "content": content}
+        for exchange in zip(asked, answers, strict=True)
+        for role, content in zip(("user", "assistant"), exchange, strict=True)
+    ]
+    lines = [json.dumps({"messages": messages}), json.dumps({"messages": messages[:2]})]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines * 20))
+    options = ("--messages-field", "messages", "--tokenizer", folder, "--validation-fraction", 0)
+    prepare = ("data", "prepare", tmp_path / "chats.jsonl", *options, "--output", tmp_path / "chats", "--workers", 1)
+    refused = megamem(*prepare)
+    assert (refused.code, "--eod-token" in refused.output) == (3, True), refused.output
+    prepared = megamem(*prepare, "--eod-token", END)
+    assert prepared.code == 0, prepared.output
+    config = {
+        **TINY,
+        "model": {**TINY["model"], "hidden_size": 64, "num_layers": 2},
+        "train": {**TINY["train"], "num_steps": 160, "sequence_length": 128},
+        "data": {"datasets": [{"path": str(tmp_path / "chats")}], "documents": "separate"},
+    }
+    (tmp_path / "chats.yaml").write_text(yaml.safe_dump(config))
+    run = tmp_path / "run"
+    trained = megamem("train", tmp_path / "chats.yaml", "--run-dir", run)
+    assert trained.code == 0, trained.output
+    with served(run, engine, tmp_path) as port:
+        body = {"model": "run", "messages": messages[:3], "max_tokens": 60, "temperature": 0}
+        choices = [answer_of(port, {**body, "messages": messages[:number]})["choices"][0] for number in (1, 3)]
+    assert [choice["message"]["content"] for choice in choices] == answers
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
+
+
+def answer_of(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer to a request for a chat."""
+    address, kind = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(
+        urllib.request.Request(address, json.dumps(body).encode(), kind), timeout=120
+    ) as answer:
+        return dict(json.load(answer))
+
+
+@contextmanager
+def served(run: Path, engine: str, folder: Path) -> Iterator[int]:
+    """Port at which a server of the run's model listens while inside."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     python = ENGINE if engine == "vllm" else sys.executable
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     serve = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", python, "--port", port]
-    with (tmp_path / "server.log").open("w+") as log:
+    with (folder / "server.log").open("w+") as log:
         server = subprocess.Popen(
             [str(word) for word in serve],
             cwd=Path(__file__).parents[2],
@@ -222,24 +296,7 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
             else:
                 log.seek(0)
                 pytest.fail(log.read()[-4000:])
-            command = ["bash", "-c", CURL.replace(":8000/", f":{port}/")]
-            answer = subprocess.run(command, check=True, capture_output=True, timeout=120)
-            (choice,) = json.loads(answer.stdout)["choices"]
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120) as listed:
-                names = [each["id"] for each in json.load(listed)["data"]]
-            refused = [
-                code_of(port, "completions", wrong)
-                for wrong in ({"max_tokens": 3}, {**BODY, "max_tokens": 10**6}, {**BODY, "model": "another"})
-            ]
-            message = {"role": "user", "content": BODY["prompt"]}
-            refused.append(code_of(port, "chat/completions", {"model": "run", "messages": [message]}))
-            if engine == "transformers":
-                # Paths of its server that load what a request names, and unload the model.
-                refused += [code_of(port, path, {"model": str(run)}) for path in ("/load_model", "/reset", "systemone")]
-                assert code_of(port, "completions", BODY) == 200
+            yield port
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=120)
-    assert (prompt + choice["text"]).rstrip("\n") == expected.rstrip("\n")
-    assert names == ["run"]
-    assert all(400 <= code < 500 for code in refused), refused

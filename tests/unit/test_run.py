@@ -188,8 +188,8 @@ class Parts:
 
 DATASET: Any = SimpleNamespace(
     path="/some",
-    tokenizer=SimpleNamespace(vocab_size=257, fingerprint="tokenizer", special_tokens=False),
-    has_prompts=False,
+    tokenizer=SimpleNamespace(vocab_size=257, fingerprint="tokenizer", special_tokens=False, chat=None),
+    has_unscored=False,
     manifest=SimpleNamespace(content_fingerprint="tokens"),
 )
 READ = (DataRead("/some", "tokens"),)
@@ -349,7 +349,7 @@ def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest
 
     monkeypatch.setattr(restore_module, "build_unset_chunks", build)
     monkeypatch.setattr(restore_module, "load_weights", lambda path, found: log.append((path, found)))
-    tokenizer: Any = SimpleNamespace(vocab_size=257, special_tokens=False)
+    tokenizer: Any = SimpleNamespace(vocab_size=257, special_tokens=False, chat=None)
     assert restore_module.restore_model(config, Path("checkpoint"), tokenizer, GROUPS) == chunks
     assert log == [((config, GROUPS), {"vocab_size": 300, "fetch_rows": None}), (Path("checkpoint"), chunks)]
     assert not any(chunk.training for chunk in chunks)

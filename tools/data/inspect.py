@@ -12,7 +12,13 @@ from tools.parsers import add_command
 from tools.words import plural
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pretrain.data.manifest import PreparedDataset
+    from pretrain.data.tokenizer import Tokenizer
+
+_SCORED = "«»"
+"""Brackets around scored parts of a document."""
 
 _INSPECT_EPILOG = """\
 examples:
@@ -99,16 +105,40 @@ def _verified(dataset: PreparedDataset) -> str:
 
 
 def _print_documents(dataset: PreparedDataset, split: str, num_documents: int, num_tokens: int = 256) -> None:
+    import numpy as np
+
     from pretrain.data.indexed_files import first_documents
     from pretrain.data.manifest import damaged
+    from pretrain.data.scored import open_scored
 
     try:
         documents = first_documents(Path(dataset.prefix(split)), num_documents)
     except ValueError as error:
         raise damaged(dataset.path, f"{split}.idx cannot be used ({error})") from error
+    starts = np.cumsum([0, *map(len, documents)])
+    scoring = dataset.manifest.splits[split].scoring
+    scored = None if scoring is None else open_scored(Path(dataset.prefix(split)), scoring, starts[:-1])
     for index, ids in enumerate(documents):
-        print(f"\n--- {split} document {index}: {len(ids)} tokens ---")
-        print(dataset.tokenizer.detokenize(ids[:num_tokens]), end=" [...]\n" if len(ids) > num_tokens else "\n")
+        flags = None if scored is None else scored.flags(starts[index], starts[index + 1])
+        shown = "" if flags is None else f", {flags.sum()} of them scored: in {_SCORED[0]}{_SCORED[1]}"
+        print(f"\n--- {split} document {index}: {len(ids)} tokens{shown} ---")
+        text = _text_of(dataset.tokenizer, ids[:num_tokens], None if flags is None else flags[:num_tokens])
+        print(text, end=" [...]\n" if len(ids) > num_tokens else "\n")
+
+
+def _text_of(tokenizer: Tokenizer, ids: NDArray[Any], scored: NDArray[Any] | None) -> str:
+    """Text of a document, in which scored parts stand in brackets."""
+    from pretrain.data.scored import runs_of
+
+    if scored is None:
+        return tokenizer.detokenize(ids)
+    # A token has no text of its own: that of some is the text of all up to them without the one before.
+    whole, parts, written = tokenizer.decode_bytes(ids), [], 0
+    for run in runs_of(scored):
+        first, end = (len(tokenizer.decode_bytes(ids[:place])) for place in run)
+        parts += [whole[written:first], _SCORED[0].encode(), whole[first:end], _SCORED[1].encode()]
+        written = end
+    return b"".join([*parts, whole[written:]]).decode("utf-8", errors="replace")
 
 
 def summary(dataset: PreparedDataset) -> str:
@@ -126,11 +156,25 @@ def summary(dataset: PreparedDataset) -> str:
         lines.append(
             f"  {name:<11} {plural(split.num_documents, 'document')}, {plural(split.num_tokens, 'token')}, "
             f"{plural(split.num_bytes, 'byte')} of text{per_token}"
-            + ("" if split.prompts is None else f"; scored are {plural(split.num_scored_tokens, 'token')} of answers")
+            + ("" if split.unscored is None else f"; scored are {plural(split.num_scored_tokens, 'token')} of answers")
         )
+    if (messages := manifest.sources.get("messages")) is not None:
+        lines.append(f"  messages    {messages['name']}, {_template(dataset)}")
     if repeated := manifest.sources.get("num_repeated"):
         lines.append(f"  repeated    {plural(repeated, 'document')} equal to one before")
     lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
     lines += [f"    {example}" for example in manifest.skipped_examples]
     # Inputs, ends of documents and what was left out are others' words.
     return "\n".join(map(printable, lines))
+
+
+def _template(dataset: PreparedDataset) -> str:
+    """Summary of what the chat template makes of conversations."""
+    from pretrain.data.conversations import turn_end
+
+    tokenizer = dataset.tokenizer
+    end, eod = turn_end(tokenizer), tokenizer.eod
+    marked = "" if tokenizer.chat is None or not tokenizer.chat.marks_generation else ", scored is its {% generation %}"
+    return (
+        f"by the chat template{marked}; the assistant's turns end with {tokenizer.name_of(eod if end is None else end)}"
+    )

@@ -17,8 +17,10 @@ from tools.parsers import add_command
 from tools.words import plural
 
 if TYPE_CHECKING:
+    from pretrain.data.conversations import MessagesField
     from pretrain.data.manifest import PreparedDataset
     from pretrain.data.sources import PairFields
+    from pretrain.data.tokenizer import Tokenizer
 
 _VALIDATION_FRACTION = 0.01
 _FEW_DOCUMENTS = 10
@@ -36,6 +38,7 @@ examples:
   megamem data prepare digits-codes.npz --tokenizer codes:64,10 --output data/digits
   megamem data prepare book.txt --output data/book --cut-documents 20000
   megamem data prepare questions.jsonl --prompt-field question --answer-field answer --output data/questions
+  megamem data prepare chat.jsonl --messages-field messages --tokenizer models/qwen --output data/chat
   megamem data prepare corpus/train --validation corpus/held-out --output data/mine
 
 The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a
@@ -54,6 +57,12 @@ def add_prepare(commands: Any) -> None:
         help="JSON lines are pairs: this field is the prompt, whose tokens are read and not scored",
     )
     parser.add_argument("--answer-field", metavar="KEY", help="this field is the answer, which is scored")
+    parser.add_argument(
+        "--messages-field",
+        metavar="KEY",
+        help="JSON lines are conversations: this field is a list of messages, each with a role and its content, which the "
+        "chat template of the tokenizer's folder makes a text; what the assistant says is scored, and nothing else",
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--tokenizer",
@@ -72,7 +81,8 @@ def add_prepare(commands: Any) -> None:
         "--special-tokens",
         action="store_true",
         help="text that reads as a special token, as a chat model's own markers do, is that token (default: text like all "
-        "other, so that no document can forge one)",
+        "other, so that no document can forge one). With --messages-field: also in messages, which are bad documents otherwise; "
+        "the template's own markers are always tokens",
     )
     parser.add_argument(
         "--validation-fraction",
@@ -105,18 +115,19 @@ def add_prepare(commands: Any) -> None:
 def run_prepare(args: argparse.Namespace) -> int:
     """`megamem data prepare`. Raises DataError."""
     from pretrain.data.prepare import prepare
-    from pretrain.data.tokenizer import load_tokenizer
 
     if args.validation and args.validation_fraction != _VALIDATION_FRACTION:
         raise DataError("--validation names what is held out, so --validation-fraction has no effect: leave one out.")
+    messages = _messages(args)
     started = time.monotonic()
     result = prepare(
         args.inputs,
         args.output,
-        load_tokenizer(args.tokenizer, args.eod_token, special_tokens=args.special_tokens),
+        _tokenizer(args, messages),
         field_name=args.field,
         as_text=reads_as_text(args),
         pair=_pair(args),
+        messages=messages,
         validation_fraction=args.validation_fraction,
         validation_inputs=args.validation,
         cut_documents=args.cut_documents,
@@ -134,6 +145,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     print(summary(result.dataset))
     if not result.was_already_there and (warning := _lost_warning(args, result.dataset)) is not None:
         print(f"warning: {printable(warning)}", file=sys.stderr)
+    if messages is not None and (warning := _end_warning(result.dataset, messages)) is not None:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     if trained := result.dataset.manifest.sources.get("num_held_out_trained"):
         print(
             f"warning: {plural(trained, 'held-out document')} of --validation among the others too: losses there are low "
@@ -150,7 +163,7 @@ def _lost_warning(args: argparse.Namespace, dataset: PreparedDataset) -> str | N
     from pretrain.data.lost_text import lost_text
     from pretrain.data.sources import BadDocumentLog, read_documents
 
-    if args.prompt_field is not None:
+    if args.prompt_field is not None or args.messages_field is not None:
         return None
     # What is bad was counted before.
     skipped = BadDocumentLog(limit=args.max_bad)
@@ -162,6 +175,19 @@ def _lost_warning(args: argparse.Namespace, dataset: PreparedDataset) -> str | N
     return (
         f"{lost.share:.1%} of the characters of the first documents do not come back from the tokenizer's ids{example}. A "
         "model of such ids never writes them; a byte-level tokenizer gives back every text."
+    )
+
+
+def _end_warning(dataset: PreparedDataset, messages: MessagesField) -> str | None:
+    """Warning if models do not learn to end the assistant's turns."""
+    from pretrain.data.conversations import ConversationReader
+
+    reader = ConversationReader.open(dataset.tokenizer, messages)
+    if reader.turn_end is None or reader.scores_ends:
+        return None
+    return (
+        f"the assistant's turns end with {dataset.tokenizer.name_of(reader.turn_end)}, which the chat template's "
+        "{% generation %} leaves out: models do not learn to write it. {% endgeneration %} behind it would."
     )
 
 
@@ -180,11 +206,11 @@ def _held_out_warning(dataset: PreparedDataset) -> str | None:
     if drawn.is_about(share) and not is_of_few:
         return None
     asked = "" if drawn.is_about(share) else f", where {drawn.fraction:.3g} was asked for"
+    remedy = "--cut-documents N makes documents of long texts, and " if held_out.unscored is None else ""
     one = " (one is more than half of it)" if held_out.num_documents > 1 and longest > held_out.num_tokens / 2 else ""
     return (
         f"{plural(held_out.num_documents, 'document')} of {held_out.num_bytes:,} bytes{one}, {share:.3g} of the text{asked}, "
-        f"{'decides' if held_out.num_documents == 1 else 'decide'} every validation loss. --cut-documents N makes documents of long texts, and --validation INPUT names what "
-        "is held out."
+        f"{'decides' if held_out.num_documents == 1 else 'decide'} every validation loss. {remedy}--validation INPUT names what is held out."
     )
 
 
@@ -199,3 +225,25 @@ def _pair(args: argparse.Namespace) -> PairFields | None:
     if args.field != FIELD:
         raise DataError("--field has no effect beside --prompt-field and --answer-field: leave it out.")
     return PairFields(args.prompt_field, args.answer_field)
+
+
+def _messages(args: argparse.Namespace) -> MessagesField | None:
+    """The field of conversations, if it is asked for."""
+    from pretrain.data.conversations import MessagesField
+
+    if args.messages_field is None:
+        return None
+    if args.prompt_field is not None or args.answer_field is not None:
+        raise DataError("Lines are conversations by --messages-field, or pairs by --prompt-field: leave one out.")
+    if args.field != FIELD:
+        raise DataError("--field has no effect beside --messages-field: leave it out.")
+    return MessagesField(args.messages_field, args.special_tokens)
+
+
+def _tokenizer(args: argparse.Namespace, messages: MessagesField | None) -> Tokenizer:
+    from pretrain.data.conversations import chat_tokenizer
+    from pretrain.data.tokenizer import load_tokenizer
+
+    if messages is not None:
+        return chat_tokenizer(args.tokenizer, args.eod_token)
+    return load_tokenizer(args.tokenizer, args.eod_token, special_tokens=args.special_tokens)

@@ -25,6 +25,7 @@ from pretrain.convert.huggingface.names import exported_memory, pairs
 from pretrain.convert.huggingface.quantised import RestoredTables
 from pretrain.convert.huggingface.refused import refused
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
+from pretrain.data.conversations import turn_end
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
@@ -90,7 +91,7 @@ def write_small_files(
         table_bits=table_bits,
     )
     eod = tokenizer.eod
-    generation = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod, "use_cache": True}
+    generation = {"bos_token_id": eod, "eos_token_id": ends_of(tokenizer), "pad_token_id": eod, "use_cache": True}
     sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
     try:
         _write_json(folder / CONFIG_FILE, content)
@@ -108,6 +109,12 @@ def write_small_files(
                 (folder / name).write_text(code, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
+
+
+def ends_of(tokenizer: Tokenizer) -> int | list[int]:
+    """Ids with which a text that is being written ends: that of documents, and before it that of an assistant's turn."""
+    end = turn_end(tokenizer)
+    return tokenizer.eod if end is None or end == tokenizer.eod else [end, tokenizer.eod]
 
 
 def changed_code(folder: Path) -> list[str] | None:

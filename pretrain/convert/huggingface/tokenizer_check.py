@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from pretrain.convert.huggingface.tokenizer_files import BYTE_EOD
+from pretrain.data.conversations import rendered_exchanges
 from pretrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _TEXTS = (
@@ -46,6 +47,14 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
                 f"{text[:40]!r} is {_shown(theirs[place:])} there and was {_shown(ours[place:])}. Texts have to be made "
                 f"token ids by {folder / 'tokenizer.json'} itself, as in "
                 "PreTrainedTokenizerFast(tokenizer_file=...), and given as ids"
+            )
+    if isinstance(tokenizer, HuggingFaceTokenizer) and (exchanged := rendered_exchanges(tokenizer)) is not None:
+        messages, text = exchanged
+        theirs, ours = read.apply_chat_template(messages, return_dict=True)["input_ids"], tokenizer.tokenize(text)
+        if theirs != ours:
+            return (
+                f"transformers makes other ids of a conversation by the chat template of {folder} than training did: "
+                f"{_shown(theirs)} for {_shown(ours)}"
             )
     return None
 

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.chat_template import TEMPLATE_FILE, read_chat_template
+from pretrain.data.conversations import other_ends
+from pretrain.data.named_end import SETTINGS_FILE, model_end
 from pretrain.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
-_SETTINGS_FILE = "tokenizer_config.json"
 BYTE_EOD = "<|endoftext|>"
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`. Texts become the ids that they became in training.
+    """Write `tokenizer.json`, `tokenizer_config.json` and, where training had one, the chat template. Texts and
+    conversations become the ids that they became in training.
 
     Text that reads as a special token is text, as it was in training, unless training took it for the token: the row of a
     token that no text ever became is a random one. One difference: text that reads as the end-of-document token is that
@@ -29,15 +32,25 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int)
     definition = _definition(tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": eod_token,
-        "eos_token": eod_token,
-        "pad_token": eod_token,
+        **_named_tokens(tokenizer, eod_token),
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / TOKENIZER_FILE).write_text(definition, encoding="utf-8")
-    (folder / _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if tokenizer.chat is not None:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.chat.source, encoding="utf-8")
+
+
+def _named_tokens(tokenizer: Tokenizer, eod_token: str) -> dict[str, str]:
+    """Special tokens by name: the end of documents, but for those that the chat template names, which it had in training."""
+    named = dict.fromkeys(("bos_token", "eos_token", "pad_token"), eod_token)
+    if tokenizer.chat is None:
+        return named
+    # One that it names and did not have stood for nothing.
+    others = {name: token for name, token in named.items() if name not in tokenizer.chat.source}
+    return others | dict(tokenizer.chat.special_tokens)
 
 
 def _definition(tokenizer: Tokenizer) -> str:
@@ -89,7 +102,9 @@ def _characters_of_bytes() -> dict[str, int]:
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token. Exported bytes are bytes.
 
-    Text that reads as a special token is that token: the folder's model knows it.
+    Text that reads as a special token is that token: the folder's model knows it. Beside a chat template the end is
+    the model's, where its configuration names one. If the template writes it within conversations, which are documents, they
+    end with another: the only one of a known name.
 
     Raises:
         DataError: there is none, it cannot be used, or nothing says which token ends a text.
@@ -103,4 +118,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     assert isinstance(read, HuggingFaceTokenizer)
     if json.loads(read.definition) == json.loads(_bytes_definition()):
         return ByteTokenizer()
-    return read.taking_special_tokens() if read.markers else read
+    chat = read_chat_template(folder / TOKENIZER_FILE)
+    if chat is not None:
+        end = model_end(folder / TOKENIZER_FILE) or read.eod_token
+        ends = other_ends(HuggingFaceTokenizer(read.definition, end, special_tokens=True, chat=chat))
+        end = end if ends is None or len(ends) != 1 else ends[0]
+        read = HuggingFaceTokenizer(read.definition, end)
+    return read.taking_special_tokens(chat) if read.markers else read

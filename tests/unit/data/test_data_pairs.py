@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,29 @@ def is_scored(ids: Tensor) -> Tensor:
     return (ids == EOD) | ((ids >= ord("A")) & (ids <= ord("Z")))
 
 
+def prompt_lengths(dataset: PreparedDataset, split: str) -> list[int]:
+    """Tokens of each document before the first that is scored; all behind it are."""
+    scored, start, found = dataset.open_scored(split), 0, []
+    assert scored is not None
+    for ids in dataset.open_split(split):
+        flags = scored.flags(start, start + len(ids))
+        found.append(int(flags.argmax()))
+        assert flags[found[-1] :].all()
+        start += len(ids)
+    return found
+
+
 def test_every_pair_is_a_document_of_prompt_answer_and_end(tmp_path: Path) -> None:
     of = pairs(50)
     dataset = prepared(tmp_path / "data", of, validation_fraction=0.0)
-    documents, prompts = dataset.open_split("train"), dataset.open_prompts("train")
-    assert prompts is not None
-    for (prompt, answer), ids, of_prompt in zip(of, documents, prompts, strict=True):
+    documents, lengths = dataset.open_split("train"), prompt_lengths(dataset, "train")
+    for (prompt, answer), ids, length in zip(of, documents, lengths, strict=True):
         assert bytes(ids[:-1].tolist()).decode() == prompt + answer
         assert ids[-1] == EOD
-        assert tuple(of_prompt) == (len(prompt), len(prompt))
+        assert length == len(prompt)
+    # Files of earlier versions have the same bytes.
+    listed = np.fromfile(dataset.path / "train.prompts", "<i4").reshape(-1, 2)
+    assert listed.tolist() == [[len(prompt), len(prompt)] for prompt, _ in of]
     info = dataset.manifest.splits["train"]
     assert info.num_scored_tokens == sum(len(answer) + 1 for _, answer in of)
     assert info.num_scored_bytes == sum(len(answer) for _, answer in of)
@@ -192,11 +207,9 @@ def test_the_one_document_that_is_held_out_takes_its_prompt_along(tmp_path: Path
     dataset = prepared(tmp_path / "data", of, validation_fraction=1e-9)
     found = []
     for split in ("train", "validation"):
-        prompts = dataset.open_prompts(split)
-        assert prompts is not None
-        for ids, of_prompt in zip(dataset.open_split(split), prompts, strict=True):
+        for ids, length in zip(dataset.open_split(split), prompt_lengths(dataset, split), strict=True):
             text = bytes(ids[:-1].tolist()).decode()
-            found.append((text[: of_prompt["tokens"]], text[of_prompt["tokens"] :]))
+            found.append((text[:length], text[length:]))
     assert dataset.manifest.splits["validation"].num_documents == 1
     assert sorted(found) == sorted(of)
 
@@ -244,8 +257,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens of answers" in capsys.readouterr().out
     assert megamem([*command, *both]) == 0
     assert "already complete" in capsys.readouterr().out
+    assert megamem(["data", "inspect", str(tmp_path / "out"), "--documents", "1"]) == 0
+    assert re.search(r"---\n[a-z]*«[A-Z]+»\n$", capsys.readouterr().out)
     assert megamem(command) == 3
     assert "other arguments" in capsys.readouterr().err
+
+
+def test_a_data_set_of_an_earlier_version_is_read_as_it_was(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path / "data", pairs(20))
+    expected = [prompt_lengths(dataset, split) for split in ("train", "validation")]
+    file = dataset.path / "manifest.json"
+    values = json.loads(file.read_text())
+    # There were no other files of what is scored, no templates, and once no digest.
+    del values["digest"], values["tokenizer"]["chat"]
+    for split in values["splits"].values():
+        del split["scored"]
+    file.write_text(json.dumps(values))
+    old = open_dataset(dataset.path)
+    assert [prompt_lengths(old, split) for split in ("train", "validation")] == expected
+    assert old.manifest.content_fingerprint == dataset.manifest.content_fingerprint
+    again = prepared(tmp_path / "data", pairs(20))
+    assert again.manifest.request_fingerprint == old.manifest.request_fingerprint
 
 
 def test_samples_without_a_target_are_refused(tmp_path: Path) -> None:
