@@ -13,6 +13,7 @@ from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.growth.config import grown_config
 from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from pretrain.run.folder import RunFolder
@@ -251,9 +252,6 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
     Raises:
         ConfigError: the model cannot be grown so, or a key is wrong.
     """
-    # It imports torch.
-    from pretrain.growth.upscale import grown_config
-
     blocks = way.blocks(base.model.num_layers)
     grown = grown_config(base, blocks, way.memory_keys, name=way.name, origin=base.name)
     trained = [number for number, block in enumerate(blocks, start=1) if block.inserted is not None]
