@@ -37,10 +37,7 @@ def grown_config(
             f"{origin} has a memory of kind {before.model.memory.kind}: blocks are inserted into models without one"
         )
     memories = [number for number, block in enumerate(blocks) if block.inserted == "memory"]
-    for text in overrides:
-        _check_key(text, with_memory=bool(memories))
-    if memories and not any(text.startswith("model.memory.kind=") for text in overrides):
-        raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
+    check_keys(overrides, with_memory=bool(memories))
     # Chunks of another depth would need other texts; a stage is of the run that was.
     parallel = replace(before.parallel, pipeline_layout=None)
     model = replace(before.model, num_layers=len(blocks))
@@ -63,12 +60,24 @@ def grown_config(
     return config
 
 
-def _check_key(text: str, *, with_memory: bool) -> None:
-    """Refuse an override of what a grown model does not choose, with what was meant by it.
+def check_keys(overrides: Sequence[str], *, with_memory: bool) -> None:
+    """See whether the keys are ones that a grown model takes.
+
+    Args:
+        overrides: as of `grown_config`.
+        with_memory: blocks of memory are inserted.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: they are not, or the memory's kind is missing.
     """
+    for text in overrides:
+        _check_key(text, with_memory=with_memory)
+    if with_memory and not any(text.startswith("model.memory.kind=") for text in overrides):
+        raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
+
+
+def _check_key(text: str, *, with_memory: bool) -> None:
+    """Refuse an override of what a grown model does not choose, with what was meant by it."""
     key, equals, value = text.partition("=")
     if with_memory and key in _CHOSEN:
         raise ConfigError(f"{text}: --blocks, --insert and --placement say where memories are inserted: leave it out")

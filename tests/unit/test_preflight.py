@@ -222,6 +222,18 @@ MISTAKES = [
     ["generate", "nowhere"],
     ["generate", "RUN", "--temperature", "-1"],
     ["generate", "RUN", "--prompt-file", "nowhere"],
+    ["checkpoint", "convert", "SAVED", "RUN"],
+    ["checkpoint", "convert", "nowhere", "new"],
+    ["checkpoint", "convert", "SAVED", "new", "--step", "4"],
+    ["checkpoint", "convert", "SAVED", "new", "--tables", "int4"],
+    ["checkpoint", "convert", "SAVED", "new", "--max-memory", "1MiB"],
+    ["checkpoint", "verify", "nowhere"],
+    ["checkpoint", "diff", "SAVED", "nowhere"],
+    ["upscale", "nowhere", "--output", "new", "--blocks", "1", "--insert", "solar"],
+    ["upscale", "SAVED", "--output", "RUN", "--blocks", "1", "--insert", "solar"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "1", "kind=midus"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "99", "--insert", "llama-pro"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "1", "model.memory.kind=midus", "model.memory.num_heads=5"],
 ]
 
 
@@ -229,9 +241,14 @@ def test_the_commonest_mistakes_cost_no_import_of_torch(config_file: Path, tmp_p
     """One process takes them all, which would have torch from the first that imports it."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    named = [
-        [word.replace("CONFIG", str(config_file)).replace("RUN", str(run)) for word in words] for words in MISTAKES
-    ]
+    saved = RunFolder(tmp_path / "saved")
+    dense = to_dict(load_config(config_file, ["model.memory=null"]))
+    checkpoints.start_writing(saved.checkpoints, 3)
+    checkpoints.complete(
+        saved.checkpoints, 3, run={"step": 3}, rng={}, config=dense, versions={}, weights_dtype="float32"
+    )
+    names = {"CONFIG": config_file, "RUN": run, "SAVED": saved.path}
+    named = [[str(names.get(word, word)) for word in words] for words in MISTAKES]
     program = (
         "import sys\nfrom tools import cli\n"
         f"for words in {named!r}:\n"

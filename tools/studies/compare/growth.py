@@ -265,10 +265,11 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
 def grow(base: Path, way: Way, seed: int, output: Path) -> None:
     """Write the folder of a run at step 0 whose model is that of a run, grown."""
     # These import torch.
-    from pretrain.convert.convert import Resources, convert
+    from pretrain.convert.convert import convert
     from pretrain.convert.format import Target
     from pretrain.convert.names import NATIVE
     from pretrain.convert.registry import FORMATS, open_checkpoint
+    from pretrain.convert.resources import Resources
     from pretrain.growth.upscale import upscale
     from tools.checkpoint.phases import Phases
 
