@@ -11,6 +11,7 @@ from parallel.refusals import naming
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.not_a_run import refuse_configuration
 from pretrain.train.health.memories import in_words
 from tools.drawing import draw_collapse, draw_losses, draw_usage, token_axes
 from tools.metrics import Curves, Point, curves, read_metrics
@@ -91,6 +92,7 @@ def name_of(path: Path) -> str:
 
 
 def _read(path: Path) -> Curves:
+    refuse_configuration(path)
     file = RunFolder(path).metrics if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(

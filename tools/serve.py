@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.suggest import did_you_mean_path
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.convert.paths import check_source
+from pretrain.errors import ConfigError
 from tools.parsers import add_command
 
 _EPILOG = """\
@@ -144,8 +144,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Export the model if that has not been done, and become the server."""
-    if not args.source.exists():
-        raise CheckpointError(f"{args.source}: no such file or folder{did_you_mean_path(args.source)}")
+    check_source(args.source)
     _refuse_taken_address(args.host, args.port)
     python = shutil.which(args.python)
     if python is None:

@@ -18,7 +18,7 @@ from pretrain.config.stages import names_of, read_run, stage_called, to_entries
 from pretrain.config.table_gradients import chosen, settled
 from pretrain.config.validate import advice
 from pretrain.errors import ConfigError
-from pretrain.run.folder import RunFolder
+from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_stages
 from pretrain.run.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.run.stop import StopRequest
@@ -87,7 +87,7 @@ def run_train(args: argparse.Namespace) -> int:
     if started is not None and args.nproc is not None and args.nproc != started:
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
     source = read_run(args.config, args.overrides)
-    folder = RunFolder(args.run_dir or Path("runs") / source.name)
+    folder = RunFolder(args.run_dir or default_run_folder(source.name))
     start = starting_checkpoint(args.start, folder)
     stages = source.stages(starting_point(start))
     trained = stages if args.stage is None else (stage_called(stages, args.stage),)

@@ -8,6 +8,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.convert.listing import is_native, native_at
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.saved_run import saved_config
 
 
@@ -16,7 +17,9 @@ def check_source(path: Path) -> None:
 
     Raises:
         CheckpointError: it is not.
+        ConfigError: it is the file of a configuration.
     """
+    refuse_configuration(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder{did_you_mean_path(path)}")
 
