@@ -6,6 +6,8 @@ exit code 1 and a traceback.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class UserError(Exception):
     """Base of the errors that are reported in one paragraph, without a traceback."""
@@ -23,6 +25,18 @@ class DataError(UserError):
     """A corpus, a data set or a tokenizer is missing, damaged or does not fit."""
 
     exit_code = 3
+
+
+class MissingDataError(DataError):
+    """There is no such data set.
+
+    Attributes:
+        folder: where it was looked for.
+    """
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class CheckpointError(UserError):

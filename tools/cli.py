@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(ending(error, error.exit_code), file=sys.stderr)
+        print(ending(f"{error}{_advice(error, args)}", error.exit_code), file=sys.stderr)
         end_ranks_that_wait(args, error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -130,6 +130,18 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         return 1 if refused is None else refused.exit_code
     finally:
         _leave_what_stdout_refuses()
+
+
+def _advice(error: Exception, args: argparse.Namespace) -> str:
+    """A sentence for an error that does not know the arguments, with a space before it; as a rule empty."""
+    from pretrain.errors import MissingDataError
+
+    if not isinstance(error, MissingDataError):
+        return ""
+    from tools.missing_data import advice_on_path
+
+    one, several = getattr(args, "config", None), getattr(args, "configs", ())
+    return advice_on_path(error, [*map(str, several), *([] if one is None else [str(one)])])
 
 
 def _without_stdout() -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.indexed_files import IDX_MAGIC, header_problem, prompts_bytes, read_prompts
 from pretrain.data.tokenizer import BYTES, CODES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
-from pretrain.errors import DataError
+from pretrain.errors import DataError, MissingDataError
 from pretrain.progress import Progress
 
 if TYPE_CHECKING:
@@ -286,7 +286,8 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     whatever their size in no time (`verify` reads every byte).
 
     Raises:
-        DataError: there is no data set, it is incomplete or damaged, or it holds ids past its own vocabulary.
+        MissingDataError: there is no data set.
+        DataError: it is incomplete or damaged, or it holds ids past its own vocabulary.
     """
     folder = Path(path)
     manifest = _read_manifest(folder)
@@ -311,9 +312,10 @@ def open_dataset(path: str | Path) -> PreparedDataset:
 
 def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
-        raise DataError(
+        raise MissingDataError(
             f"{folder}: no such data set{did_you_mean_path(folder)} "
-            f"Make it with `megamem data prepare INPUT --output {folder}`."
+            f"Make it with `megamem data prepare INPUT --output {folder}`.",
+            folder,
         )
     try:
         return Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import pretrain.run.preflight as preflight_module
 from pretrain.checkpoint import folder as checkpoints
@@ -209,6 +211,33 @@ def test_gpus_without_a_torch_for_them_are_told_at_once(
     assert "this machine has GPUs that cannot be used: torch" in capsys.readouterr().err
     assert check(config_file, "--device", "cpu") == 0
     assert "can run on 1 rank here" in capsys.readouterr().out
+
+
+def test_a_relative_path_that_leads_nowhere_from_here(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is looked for beside the configuration, and in the folders above."""
+    project, elsewhere = tmp_path / "my project", tmp_path / "elsewhere"
+    (project / "configs").mkdir(parents=True)
+    elsewhere.mkdir()
+    moved = shutil.copy(config_file, project / "configs")
+    monkeypatch.chdir(elsewhere)
+
+    def said(*overrides: str) -> str:
+        assert check(Path(moved), *overrides) == 3
+        return " ".join(capsys.readouterr().err.split())
+
+    counts = f"A relative path counts from the folder in which the command starts, {elsewhere}"
+    text = said("data.datasets.0.path=data/mine")
+    assert text.startswith(f"megamem: error: {elsewhere}/data/mine: no such data set.")
+    assert text.endswith(f"{counts}.")
+    dataset = shutil.copytree(yaml.safe_load(config_file.read_text())["data"]["datasets"][0]["path"], project / "mine")
+    assert said("data.datasets.0.path=mine").endswith(
+        f"{counts}: there is {dataset}, so start it in {project}, or give that path."
+    )
+    assert "relative path" not in said("data.datasets.0.path=/nowhere/mine")
+    monkeypatch.chdir(project)
+    assert check(Path("configs") / Path(moved).name, "data.datasets.0.path=mine") == 0
 
 
 MISTAKES = [
