@@ -97,8 +97,9 @@ def run_train(args: argparse.Namespace) -> int:
     check_stages(trained, num_ranks, folder, local=started is None, start=start)
     if start is not None:
         check_resumable(stages[0], start, as_new_run=True)
-    if num_visible_gpus() and current_rank_is_first():
-        for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config)):
+    if current_rank_is_first():
+        on_gpu = bool(num_visible_gpus())
+        for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config, on_gpu=on_gpu)):
             print(f"note: {sentence}", file=sys.stderr)
     if started is None:
         # Rank 0 makes it, when it takes the folder, if ranks were started elsewhere.
