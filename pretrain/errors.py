@@ -38,6 +38,10 @@ class MissingDataError(DataError):
         super().__init__(message)
         self.folder = folder
 
+    def __reduce__(self) -> tuple[type[MissingDataError], tuple[str, Path]]:
+        # Errors pass between ranks.
+        return type(self), (str(self), self.folder)
+
 
 class CheckpointError(UserError):
     """A checkpoint cannot be written, read or used with this configuration."""

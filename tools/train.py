@@ -134,7 +134,7 @@ def train_rank(
     from pretrain.train.stages import train_stages
 
     asked = trained or stages
-    with session(*asked) as groups, owning(folder, groups) as owner:
+    with session(*asked) as groups, owning(folder) as owner:
         speaks = groups.is_main and not quiet
         trained = [settled(config) for config in asked]
         choices = {_stage_name(config): chosen(config) for config in asked}
