@@ -6,13 +6,21 @@ exit code 1 and a traceback.
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
+from typing import Self
 
 
 class UserError(Exception):
     """Base of the errors that are reported in one paragraph, without a traceback."""
 
     exit_code = 1
+
+    def saying(self, message: str) -> Self:
+        """This error with another message, and all else that it carries."""
+        other = copy(self)
+        other.args = (message,)
+        return other
 
 
 class ConfigError(UserError, ValueError):

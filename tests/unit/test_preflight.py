@@ -236,6 +236,12 @@ def test_a_relative_path_that_leads_nowhere_from_here(
         f"{counts}: there is {dataset}, so start it in {project}, or give that path."
     )
     assert "relative path" not in said("data.datasets.0.path=/nowhere/mine")
+    stages = project / "configs" / "stages.yaml"
+    stages.write_text(f"base: {moved}\nstages: [{{name: first, num_steps: 7}}]")
+    assert check(stages, "data.datasets.0.path=mine") == 3
+    of_stage = " ".join(capsys.readouterr().err.split())
+    assert of_stage.startswith(f"megamem: error: stage first: {elsewhere}/mine: no such data set")
+    assert f"{counts}: there is {dataset}, so start it in {project}" in of_stage
     monkeypatch.chdir(project)
     assert check(Path("configs") / Path(moved).name, "data.datasets.0.path=mine") == 0
 
