@@ -160,13 +160,16 @@ def _modules(profile: ClusterConfig) -> Iterator[str]:
 def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterator[str]:
     """Everything that libraries read when they start, in the order of who asked for it."""
     yield "# What the ranks' libraries read when they start."
-    yield f"export OMP_NUM_THREADS={profile.cpus_per_rank}  # cores of a rank"
+    given = {entry.name for entry in profile.environment}
+    if "OMP_NUM_THREADS" not in given:
+        # As ranks of one machine heed it.
+        cores = profile.cpus_per_rank
+        yield f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"  # cores of a rank, if modules say no other'
     yield "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables"
     yield (
         f'export TRITON_CACHE_DIR={shell_word("scratch_path", profile.scratch_path)}"/megamem-$UID/triton"  '
         "# on the node's disk: ranks would meet in one folder of the home directory"
     )
-    given = {entry.name for entry in profile.environment}
     settled: dict[str, str] = dict.fromkeys(("TRITON_CACHE_DIR",), "")
     if profile.gpus_per_node:
         settle_environment(**queues_of(stages), deterministic=stages[0].train.deterministic, environ=settled)

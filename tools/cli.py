@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(ending(error, error.exit_code), file=sys.stderr)
+        said = _with_names_on_one_line(f"{error}{_advice(error, args)}", sys.argv[1:] if argv is None else argv)
+        print(ending(said, error.exit_code), file=sys.stderr)
         end_ranks_that_wait(args, error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -125,11 +126,35 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         if refused is None:
             traceback.print_exc()
         else:
-            print(ending(refused.message, refused.exit_code), file=sys.stderr)
+            said = _with_names_on_one_line(refused.message, sys.argv[1:] if argv is None else argv)
+            print(ending(said, refused.exit_code), file=sys.stderr)
         end_ranks_that_wait(args, error)
         return 1 if refused is None else refused.exit_code
     finally:
         _leave_what_stdout_refuses()
+
+
+def _with_names_on_one_line(message: str, words: Sequence[str]) -> str:
+    """A message with the line breaks of the command's own words as escapes: those that are left are the message's."""
+    from pretrain.printable import printable
+
+    for word in words:
+        for name in (word, word.partition("=")[2]):
+            if len(name.splitlines()) > 1:
+                message = message.replace(name, printable(name))
+    return message
+
+
+def _advice(error: Exception, args: argparse.Namespace) -> str:
+    """A sentence for an error that does not know the arguments, with a space before it; as a rule empty."""
+    from pretrain.errors import MissingDataError
+
+    if not isinstance(error, MissingDataError):
+        return ""
+    from tools.missing_data import advice_on_path
+
+    one, several = getattr(args, "config", None), getattr(args, "configs", ())
+    return advice_on_path(error, [*map(str, several), *([] if one is None else [str(one)])])
 
 
 def _without_stdout() -> bool:

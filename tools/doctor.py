@@ -23,7 +23,7 @@ from parallel.devices import num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder
 from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
-from pretrain.run.folder import RunFolder
+from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_stages, machine_memory_bytes
 from tools.parsers import add_command, add_config
 from tools.ranks import add_device, ranks_for_stages
@@ -295,7 +295,7 @@ def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Findin
     try:
         stages = load_stages(path, overrides)
         num_ranks = ranks or ranks_for_stages(stages)
-        check_stages(stages, num_ranks, RunFolder(Path("runs") / stages[0].name), local=True)
+        check_stages(stages, num_ranks, RunFolder(default_run_folder(stages[0].name)), local=True)
     except UserError as error:
         return Finding(path, "lacks", "cannot run here", str(error))
     text = f"can run here on {plural(num_ranks, 'rank')}"

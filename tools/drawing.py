@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_BINS = 32
-"""Parts of a run over which its losses are averaged."""
+"""Parts of the longest run over which the losses of all are averaged."""
+_FEWEST_BINS = 8
+"""Parts of the shortest run, of which there would be too few to see."""
 
 
 def token_axes(axes: Axes) -> None:
@@ -37,7 +39,8 @@ def model_colours(axes: Axes) -> None:
 
 
 def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]], *, start: float = 0.0) -> list[tuple[Point, ...]]:
-    """A line of training losses per model, with dots where it was evaluated; means over the runs of each.
+    """A line of training losses per model, with dots where it was evaluated; means over the runs of each. Lines that
+    end before the longest do so with an upright stroke.
 
     Args:
         axes: what is drawn on.
@@ -49,12 +52,17 @@ def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]], *, start: floa
     """
     axes.set_ylabel("loss in nats per token")
     lines: list[tuple[Point, ...]] = []
+    longest = max((run.training[-1][0] for of_model in runs.values() for run in of_model if run.training), default=0.0)
     for name, of_model in runs.items():
         training = [point for run in of_model for point in run.training]
         if not training:
             continue
-        lines.append(binned(training, NUM_BINS))
+        # Parts of one size are equally noisy.
+        end = max(tokens for tokens, _ in training)
+        lines.append(binned(training, NUM_BINS, min(longest, end * NUM_BINS / _FEWEST_BINS)))
         (drawn,) = axes.plot(*zip(*lines[-1], strict=True), label=name)
+        if end < longest:
+            axes.plot(end, lines[-1][-1][1], "|", markersize=10, color=drawn.get_color())
         if validation := means([point for run in of_model for point in run.validation]):
             axes.plot(*zip(*validation, strict=True), "o", markersize=4, color=drawn.get_color())
     if lines:

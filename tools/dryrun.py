@@ -17,7 +17,7 @@ from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
-from tools.vocabulary import check_has_vocabulary
+from tools.vocabulary import with_vocabulary_of_data
 from tools.words import aligned
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run_dryrun(args: argparse.Namespace) -> int:
     """Runs the ranks and prints."""
-    config = load_stage(args.config, args.overrides, args.stage)
-    check_has_vocabulary(config, args.config)
+    config = with_vocabulary_of_data(load_stage(args.config, args.overrides, args.stage), args.config)
     if args.world_size < 1 or not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank is {args.rank}, and --world-size {args.world_size}: ranks are 0 to N - 1")
     choice, config = chosen(config), validate(config, args.world_size)

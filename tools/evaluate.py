@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from pretrain.run.trained_data import how_to_prepare, tokenizer_of
+from tools.given_text import text_in
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
+from tools.scored_text import score_rank
 from tools.tables import compare_tables_rank, form_of, token_tables
 
 _EPILOG = """\
@@ -28,6 +31,8 @@ examples:
   megamem eval runs/quickstart --without-memory
   megamem eval runs/tide --tables full,int8,int4,cut:30,rank:64
   megamem eval runs/quickstart --step 200 --nproc 2 --json
+  megamem eval runs/quickstart --text 'def __init__(self):'
+  git diff | megamem eval runs/quickstart --text-file - --json
   megamem eval runs/quickstart --data data/other --data data/third train.sequence_length=512
   megamem eval runs/quickstart model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 train.sequence_length=1024
 
@@ -37,6 +42,9 @@ on; with --own-layout they have that layout (for models that do not fit). Overri
 evaluation.datasets, train.sequence_length, train.micro_batch_size, train.kernels, model.rotary_base and
 model.rotary_scaling; all other keys are the checkpoint's. With several data sets there is a line for each domain: the
 name of its entry, or the end of its path.
+
+--text prints the log-probability, in nats, of every token of a text that begins a document, and of all of it: with --json
+a line for each, and one for the text. Windows and ranks are as above, but for one rank where --nproc says no other.
 
 --tables is for memories whose rows the token addresses (docs/token-tables.md). A form is full (as they are), int8, int4
 (a scale per row), rank:R (factors of rank R) or cut:P (of the rank that is left when P percent are cut off), or a folder
@@ -76,7 +84,10 @@ def add_parser(subparsers: Any) -> None:
         help="evaluate on the held-out documents of this data set, or on all if it has none, prepared with the run's "
         "tokenizer; may be repeated (default: the run's own)",
     )
-    add_nproc(parser, "one per GPU, or 2, or what --own-layout needs")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="TEXT", help="print the log-probability of each token of this text instead")
+    text.add_argument("--text-file", metavar="FILE", help="the same of a file's text; - is standard input")
+    add_nproc(parser, "one per GPU, or 2; 1 with --text; or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
@@ -86,7 +97,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FORM,FORM",
         help="evaluate with the memory's tables in each of these forms, one after the other, see below",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --text, one per line")
     parser.set_defaults(func=run_eval)
 
 
@@ -100,6 +111,9 @@ def run_eval(args: argparse.Namespace) -> int:
     if (args.without_memory or args.ablate) and config.model.memory is None:
         option = "--ablate" if args.ablate else "--without-memory"
         raise ConfigError(f"{args.run} is a model without memory: leave {option} out")
+    text = text_in(args.text_file, "--text-file") if args.text_file is not None else args.text
+    if text is not None:
+        return _score(args, text, config, folder, saved)
     with_memory = (True, False) if args.ablate else (not args.without_memory,)
     by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
     num_ranks = started_world_size() or args.nproc or by_default
@@ -111,6 +125,28 @@ def run_eval(args: argparse.Namespace) -> int:
             form_of(word, token_tables(config, "--tables"))
         return run_on_ranks(lambda: compare_tables_rank(config, saved.path, words, args.json), num_ranks)
     return run_on_ranks(lambda: evaluate_rank(config, saved.path, with_memory, args.json), num_ranks)
+
+
+def _score(args: argparse.Namespace, text: str, config: RunConfig, folder: RunFolder, saved: SavedState) -> int:
+    """Print the log-probabilities of a text.
+
+    Raises:
+        ConfigError: the text has no token, or an option says something of held-out documents.
+    """
+    given = {"--data": args.data, "--ablate": args.ablate, "--tables": args.tables}
+    of_data = [word for word in args.overrides if word.startswith(("data.", "evaluation."))]
+    if without_effect := [*(option for option, value in given.items() if value), *of_data]:
+        raise ConfigError(
+            f"{without_effect[0]} is for held-out documents, and --text names a text: leave one of them out"
+        )
+    tokenizer = tokenizer_of(folder, saved)
+    ids = tokenizer.tokenize(text)
+    if not ids:
+        raise ConfigError("the text has no tokens: give one with --text or --text-file")
+    num_ranks = started_world_size() or args.nproc or (fewest_ranks(config.parallel) if args.own_layout else 1)
+    validate_layout(config, num_ranks)
+    work = partial(score_rank, config, tokenizer, saved.path, ids, not args.without_memory, args.json)
+    return run_on_ranks(work, num_ranks)
 
 
 def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:

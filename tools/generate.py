@@ -19,6 +19,7 @@ from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_b
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from pretrain.run.trained_data import tokenizer_of
+from tools.given_text import text_in
 from tools.pace import Pace
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 from tools.tables import form_of, token_tables
@@ -174,16 +175,8 @@ def _request(args: argparse.Namespace) -> Request:
         raise ConfigError("--stop is empty, and would end every text at once: leave it out")
     first = Sampling(args.temperature, args.top_p, args.seed, args.top_k)
     samplings = [replace(first, seed=first.seed + number) for number in range(args.samples)]
-    prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
+    prompt = args.prompt if args.prompt_file is None else text_in(args.prompt_file, "--prompt-file")
     return Request(prompt, args.max_tokens, samplings, args.stop, args.tables, not args.no_cache, args.expand_values)
-
-
-def _read_prompt(file: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file is {file}, which cannot be read as UTF-8 text: {error}") from error
 
 
 def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, request: Request) -> None:

@@ -70,9 +70,14 @@ def curves(rows: Sequence[dict[str, Any]]) -> Curves:
     )
 
 
-def binned(points: Sequence[Point], num_bins: int) -> tuple[Point, ...]:
-    """Means of the points in equal ranges of tokens, which smooths a noisy curve."""
-    end = max((x for x, _ in points), default=0.0)
+def binned(points: Sequence[Point], num_bins: int, end: float | None = None) -> tuple[Point, ...]:
+    """Means of the points in equal ranges of tokens, which smooths a noisy curve.
+
+    Args:
+        num_bins: ranges from 0 to `end`.
+        end: in tokens; None: where the points end.
+    """
+    end = max((x for x, _ in points), default=0.0) if end is None else end
     return means(points, lambda tokens: math.ceil(tokens / end * num_bins))
 
 

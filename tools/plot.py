@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from parallel.refusals import naming
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.not_a_run import refuse_configuration
 from pretrain.train.health.memories import in_words
 from tools.drawing import draw_collapse, draw_losses, draw_usage, token_axes
 from tools.metrics import Curves, Point, curves, read_metrics
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _FEWEST_TO_ENLARGE = 8
 """Points of losses in the second half: with fewer there is little to see."""
+
+_INSET = (0.42, 0.38, 0.57, 0.6)
+"""Place of the enlarged second half: left, bottom, width and height as shares of the panel's."""
 
 _EPILOG = """\
 examples:
@@ -91,6 +95,7 @@ def name_of(path: Path) -> str:
 
 
 def _read(path: Path) -> Curves:
+    refuse_configuration(path)
     file = RunFolder(path).metrics if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
@@ -100,7 +105,10 @@ def _read(path: Path) -> Curves:
         rows = read_metrics(file)
         if not rows and file.stat().st_size:
             raise ValueError("it has none")
-        return curves(rows)
+        found = curves(rows)
+        if found.training and not found.training[-1][0]:
+            raise ValueError("they do not say after how many tokens (consumed_tokens)")
+        return found
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"{file} does not hold the rows of a run: {error}") from error
 
@@ -138,13 +146,18 @@ def draw(runs: Mapping[str, Curves]) -> Figure:
 
 
 def _enlarge_the_end(axes: Axes, named: Mapping[str, Sequence[Curves]], lines: Sequence[Sequence[Point]]) -> None:
-    """The second half of the losses again, where the panel is empty: there runs differ by less than a line is wide."""
+    """The second half of the losses again, where the panel is empty: there runs differ by less than a line is wide.
+
+    Not where only one of several runs comes that far, or where a run is drawn in that place.
+    """
     end = max((line[-1][0] for line in lines), default=0.0)
-    late = [loss for line in lines for tokens, loss in line if tokens >= end / 2]
-    late += [loss for runs in named.values() for run in runs for tokens, loss in run.validation if tokens >= end / 2]
-    if len(late) < _FEWEST_TO_ENLARGE:
+    drawn = [point for line in lines for point in line]
+    drawn += [point for runs in named.values() for run in runs for point in run.validation]
+    late = [loss for tokens, loss in drawn if tokens >= end / 2]
+    num_late = sum(line[-1][0] > end / 2 for line in lines)
+    if len(late) < _FEWEST_TO_ENLARGE or num_late < min(2, len(lines)) or any(map(_is_hidden(axes), drawn)):
         return
-    inset = axes.inset_axes((0.42, 0.38, 0.57, 0.6))
+    inset = axes.inset_axes(_INSET)
     token_axes(inset)
     draw_losses(inset, named)
     margin = 0.04 * (max(late) - min(late)) or 0.5
@@ -153,6 +166,18 @@ def _enlarge_the_end(axes: Axes, named: Mapping[str, Sequence[Curves]], lines: S
     inset.set(xlabel="", ylabel="")
     inset.tick_params(labelsize="small")
     axes.indicate_inset(inset.viewLim.bounds)
+
+
+def _is_hidden(axes: Axes) -> Callable[[Point], bool]:
+    """Tells whether a point would lie below the enlarged part, as shares of the panel's width and height."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    from_left, from_below, width, height = _INSET
+
+    def is_hidden(point: Point) -> bool:
+        x, y = (point[0] - left) / (right - left), (point[1] - low) / (high - low)
+        return from_left <= x <= from_left + width and from_below <= y <= from_below + height
+
+    return is_hidden
 
 
 def _labels(run: Curves) -> dict[int, str]:

@@ -14,6 +14,7 @@ from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Start, read_history
+from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.owner import LAPSE_S, Presence, look
 from slurm.job_status import JobsStanding, Phase
 
@@ -137,6 +138,7 @@ def find_runs(path: Path, problems: list[str]) -> list[Path]:
     Raises:
         ConfigError: there is no such folder, or no run in it.
     """
+    refuse_configuration(path)
     if not path.is_dir():
         raise ConfigError(
             f"{path}: no such folder{did_you_mean_path(path)} Name run folders of `megamem train`, or a folder that holds some"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.suggest import did_you_mean_path
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.convert.paths import check_source
+from pretrain.errors import ConfigError
 from tools.parsers import add_command
 
 _EPILOG = """\
@@ -144,8 +144,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Export the model if that has not been done, and become the server."""
-    if not args.source.exists():
-        raise CheckpointError(f"{args.source}: no such file or folder{did_you_mean_path(args.source)}")
+    check_source(args.source)
     _refuse_taken_address(args.host, args.port)
     python = shutil.which(args.python)
     if python is None:
@@ -213,12 +212,13 @@ def _engine(wanted: str, python: str) -> str:
 def _exported(args: argparse.Namespace) -> Path:
     """The folder to serve, made if it is of a run and not there."""
     from pretrain.config.schema import ParallelConfig
-    from pretrain.convert.convert import Resources, convert
+    from pretrain.convert.convert import convert
     from pretrain.convert.format import Target
     from pretrain.convert.names import HUGGINGFACE
     from pretrain.convert.registry import FORMATS
+    from pretrain.convert.resources import Resources
     from tools.checkpoint.command import opened, size_in_bytes
-    from tools.checkpoint.convert import DTYPES, TABLE_BITS, warn_of_tokenizer
+    from tools.checkpoint.convert import TABLE_BITS, dtype_named, warn_of_tokenizer
     from tools.checkpoint.phases import Phases
 
     source: Path = args.source
@@ -235,7 +235,7 @@ def _exported(args: argparse.Namespace) -> Path:
     folder = checkpoint.path.parent.parent / "exported" / name
     if not kind.is_at(folder):
         size = size_in_bytes("4GiB")
-        target = Target(ParallelConfig(), False, DTYPES[args.dtype], size, table_bits=TABLE_BITS[args.tables])
+        target = Target(ParallelConfig(), False, dtype_named(args.dtype), size, table_bits=TABLE_BITS[args.tables])
         with Phases() as phases:
             convert(checkpoint, kind, folder, target, Resources(2, size), on_start=phases.start)
         print(f"exported: {folder}", flush=True)

@@ -18,7 +18,7 @@ from pretrain.config.stages import names_of, read_run, stage_called, to_entries
 from pretrain.config.table_gradients import chosen, settled
 from pretrain.config.validate import advice
 from pretrain.errors import ConfigError
-from pretrain.run.folder import RunFolder
+from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_stages
 from pretrain.run.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.run.stop import StopRequest
@@ -87,7 +87,7 @@ def run_train(args: argparse.Namespace) -> int:
     if started is not None and args.nproc is not None and args.nproc != started:
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
     source = read_run(args.config, args.overrides)
-    folder = RunFolder(args.run_dir or Path("runs") / source.name)
+    folder = RunFolder(args.run_dir or default_run_folder(source.name))
     start = starting_checkpoint(args.start, folder)
     stages = source.stages(starting_point(start))
     trained = stages if args.stage is None else (stage_called(stages, args.stage),)
@@ -97,8 +97,9 @@ def run_train(args: argparse.Namespace) -> int:
     check_stages(trained, num_ranks, folder, local=started is None, start=start)
     if start is not None:
         check_resumable(stages[0], start, as_new_run=True)
-    if num_visible_gpus() and current_rank_is_first():
-        for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config)):
+    if current_rank_is_first():
+        on_gpu = bool(num_visible_gpus())
+        for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config, on_gpu=on_gpu)):
             print(f"note: {sentence}", file=sys.stderr)
     if started is None:
         # Rank 0 makes it, when it takes the folder, if ranks were started elsewhere.
@@ -133,7 +134,7 @@ def train_rank(
     from pretrain.train.stages import train_stages
 
     asked = trained or stages
-    with session(*asked) as groups, owning(folder, groups) as owner:
+    with session(*asked) as groups, owning(folder) as owner:
         speaks = groups.is_main and not quiet
         trained = [settled(config) for config in asked]
         choices = {_stage_name(config): chosen(config) for config in asked}

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write
-from pretrain.config.schema import ParallelConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.source import dump_yaml
+from pretrain.convert.names import NATIVE
+from pretrain.convert.paths import check_destination, config_at
+from pretrain.convert.resources import Resources
+from pretrain.growth.config import check_keys, grown_config
 from pretrain.growth.placement import PLACEMENTS
-from pretrain.growth.plan import METHODS, Method, grown_blocks
+from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from tools.checkpoint.command import add_workers, opened, size_in_bytes
 from tools.parsers import add_command, positive
 from tools.words import plural, size_in_words
@@ -83,21 +87,25 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Grow a model, and say what was made."""
-    # These import torch.
-    from pretrain.convert.convert import Resources, convert
+    resources = Resources(args.workers, args.max_memory)
+    check_destination(args.output)
+    check_can_write(args.output / TRAINING_FILE)
+    check_keys(args.overrides, with_memory=args.insert == "memory")
+    name = args.output.absolute().name
+    if (known := config_at(args.base, args.step)) is not None:
+        grown_config(known, _blocks(args, known), args.overrides, name=name, origin=str(args.base))
+
+    # These import torch, which takes seconds: what can be wrong with the arguments has been told.
+    from pretrain.convert.convert import convert
     from pretrain.convert.format import Target
-    from pretrain.convert.names import NATIVE
     from pretrain.convert.registry import FORMATS
     from pretrain.growth.upscale import upscale
     from pretrain.planning.costs.formulas import count_parameters
     from tools.checkpoint.phases import Phases
 
-    resources = Resources(args.workers, args.max_memory)
-    check_can_write(args.output / TRAINING_FILE)
     base = opened(args.base, args.step)
     before = base.config.model
-    blocks = grown_blocks(args.insert, num_layers=before.num_layers, num_inserted=args.blocks, placement=args.placement)
-    grown = upscale(base, blocks, args.overrides, name=args.output.absolute().name)
+    grown = upscale(base, _blocks(args, base.config), args.overrides, name=name)
     target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=args.max_file_size)
     started_s = time.monotonic()
     with Phases() as phases:
@@ -116,6 +124,13 @@ def run(args: argparse.Namespace) -> int:
         f"to train {'all of it' if args.insert in _TRAINS_ALL else 'the new blocks alone'}: megamem train {training} --from {args.output} --run-dir DIR"
     )
     return 0
+
+
+def _blocks(args: argparse.Namespace, before: RunConfig) -> tuple[Block, ...]:
+    """The blocks of the grown model."""
+    return grown_blocks(
+        args.insert, num_layers=before.model.num_layers, num_inserted=args.blocks, placement=args.placement
+    )
 
 
 def _training(grown: Grown, insert: Method) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, MissingDataError
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -29,14 +29,27 @@ def with_vocabulary(config: RunConfig, num_ids: int) -> RunConfig:
     return _with(config, model.vocab_size or getattr(model.memory, "vocab_size", None) or num_ids)
 
 
-def check_has_vocabulary(config: RunConfig, path: str) -> None:
-    """Refuse the configuration of a file that leaves its vocabulary to a tokenizer, which the command does not read.
+def with_vocabulary_of_data(config: RunConfig, path: str) -> RunConfig:
+    """The configuration of a file with a vocabulary: its own, or that of its data sets' tokenizer, as training has it.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it leaves its vocabulary to a tokenizer, and its data sets are not here.
+        DataError: they are damaged, or have different tokenizers.
     """
-    if config.model.vocab_size is None:
-        raise ConfigError(f"{path} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304")
+    if config.model.vocab_size is not None:
+        return config
+    from pretrain.data.blend import check_blend
+
+    lacking = "it names no data sets"
+    if config.read_data:
+        try:
+            return with_vocabulary_of(config, check_blend(config.read_data))
+        except MissingDataError as error:
+            lacking = f"{error.folder} is not there"
+    raise ConfigError(
+        f"{path} leaves model.vocab_size to the tokenizer of its data, and {lacking}: prepare that, or set it, as in "
+        "model.vocab_size=50304"
+    )
 
 
 def _with(config: RunConfig, vocab_size: int) -> RunConfig:

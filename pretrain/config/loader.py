@@ -41,6 +41,7 @@ from pretrain.config.source import (
     Layer,
     Node,
     apply_overrides,
+    dump_inline,
     dump_yaml,
     find,
     from_plain,
@@ -109,10 +110,15 @@ def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
     """Differences between two configurations: "key: before -> now" by key."""
     old, new = flat(to_dict(before)), flat(to_dict(now))
     return {
-        key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        key: f"{key}: {shown_at(key, old)} -> {shown_at(key, new)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
+
+
+def shown_at(key: str, leaves: Mapping[str, Any]) -> str:
+    """The value of a key among those of `flat`, as a configuration has it."""
+    return dump_inline(leaves[key]) if key in leaves else "not set"
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -90,6 +90,10 @@ class _CoreLoader(yaml.SafeLoader):
 class _CarefulDumper(yaml.SafeDumper):
     """Dumper that quotes text that YAML 1.1 *or* 1.2 would read otherwise, so that every reader gets the same value."""
 
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value as often as it is there: no reader has to look up `*id001`."""
+        return True
+
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
         # Readers fold and convert line breaks, of which Unicode has many, unless they are escaped.
         return super().represent_scalar(tag, value, style if value.isprintable() else '"')
@@ -107,9 +111,13 @@ def dump_yaml(value: Any) -> str:
     )
 
 
-def dump_scalar(value: Scalar) -> str:
-    """One scalar as it stands behind `key: `."""
-    return dump_yaml({"k": value}).removeprefix("k:").strip()
+def dump_inline(value: Any) -> str:
+    """A plain value as it stands behind `key: ` and `key=`, on one line: `null`, `[1, 2]`, `{path: data/mine}`."""
+    text = yaml.dump(
+        value, Dumper=_CarefulDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=math.inf
+    )
+    # PyYAML ends a document that is one plain scalar.
+    return text.removesuffix("...\n").strip()
 
 
 def read_yaml_file(path: Path, layer: Layer) -> Node:

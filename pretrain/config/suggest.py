@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from pretrain.printable import printable
+
 
 def did_you_mean(value: object, choices: Iterable[object]) -> str:
     """`: did you mean X?`, or nothing where no choice is alike."""
@@ -33,7 +35,7 @@ def did_you_mean_path(path: Path) -> str:
             break
         meant = missing.with_name(close[0])
         whole = meant / path.relative_to(missing)
-        return f": did you mean {whole if whole.exists() else meant}?"
+        return f": did you mean {printable(whole if whole.exists() else meant)}?"
     return "."
 
 

@@ -276,8 +276,33 @@ def _kernels(config: RunConfig) -> Iterator[str]:
         yield f"train.kernels is {implementation}, which {reason}"
 
 
-def advice(config: RunConfig) -> Iterator[str]:
-    """Sentences on a configuration that runs, and could run faster: key, value, consequence and the better value."""
+def advice(config: RunConfig, *, on_gpu: bool = True) -> Iterator[str]:
+    """Sentences on a configuration that runs, and may not be what was meant, or could run faster: key, value,
+    consequence and the better value.
+
+    Args:
+        on_gpu: what concerns GPUs alone, too.
+    """
+    yield from _rate_that_stays(config)
+    if on_gpu:
+        yield from _narrow_rows(config)
+
+
+def _rate_that_stays(config: RunConfig) -> Iterator[str]:
+    """A warm-up that leaves the cosine no step to fall in."""
+    optimizer = config.optimizer
+    _, num_steps = schedule_span(0, optimizer, config.train, config.stage)
+    warmup = optimizer.warmup_steps
+    if optimizer.schedule == "cosine" and warmup > 0 and num_steps - warmup <= 1 and optimizer.min_lr < optimizer.lr:
+        yield (
+            f"optimizer.warmup_steps {warmup} leave the cosine none of the {num_steps} steps to fall in: the last one is "
+            f"taken at optimizer.lr {optimizer.lr:g}, and not at min_lr {optimizer.min_lr:g}. Shorten the warm-up, or set "
+            "optimizer.schedule to constant"
+        )
+
+
+def _narrow_rows(config: RunConfig) -> Iterator[str]:
+    """Parts of rows that a GPU reads in narrower loads."""
     parts, element_bytes = config.parallel.memory_columns, config.train.element_bytes
     widths = {
         f"{section}.{table.key}": table.width

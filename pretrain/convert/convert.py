@@ -19,15 +19,10 @@ from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_
 from pretrain.config.loader import to_dict
 from pretrain.convert.compare import Counter, Difference, differences
 from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint, Target, as_values
+from pretrain.convert.paths import check_destination
+from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError, ConfigError
 
-MIB = 2**20
-RESERVE_BYTES = 1024 * MIB
-"""Memory that is left to Python, torch and the indices of large checkpoints."""
-_COPIES = 4
-"""Copies of a piece that a thread holds at a time: as read, assembled, in its dtype, and on its way to the file."""
-_LARGEST_PIECE_BYTES = 64 * MIB
-_SMALLEST_PIECE_BYTES = MIB
 _LOCK_FILE = ".lock"
 
 
@@ -46,33 +41,6 @@ class Converted:
     num_tensors: int
     num_bytes: int
     num_kept_files: int
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Resources that a conversion may use.
-
-    Attributes:
-        num_workers: threads.
-        max_memory_bytes: of this process.
-    """
-
-    num_workers: int
-    max_memory_bytes: int
-
-    def __post_init__(self) -> None:
-        least = RESERVE_BYTES + self.num_workers * _COPIES * _SMALLEST_PIECE_BYTES
-        if self.max_memory_bytes < least:
-            raise ConfigError(
-                f"--max-memory is {self.max_memory_bytes / MIB:,.0f} MiB, and {self.num_workers} workers need "
-                f"{least / MIB:,.0f} MiB: give more, or fewer --workers"
-            )
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of a piece of a tensor, of which a thread holds one at a time."""
-        share = (self.max_memory_bytes - RESERVE_BYTES) // (self.num_workers * _COPIES)
-        return min(share, _LARGEST_PIECE_BYTES)
 
 
 def convert(
@@ -95,8 +63,7 @@ def convert(
         ConfigError: the destination is there already, or the format lacks what is asked for.
         CheckpointError: the source is damaged, the disk refuses, or what was read back differs.
     """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination} is there already: name a folder that is not, or remove it")
+    check_destination(destination)
     _refuse_damage(source, on_start)
     conversion = kind.convert(source, target)
     request = {"source": _identity(source), "format": kind.name, "target": as_values(target)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.suggest import did_you_mean_path
 from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint, SourceFormat
 from pretrain.convert.huggingface.format import HuggingFaceFormat
 from pretrain.convert.megatron.format import MegatronFormat
 from pretrain.convert.native.format import NativeFormat
+from pretrain.convert.paths import check_source
 from pretrain.convert.released.format import ReleasedFormat
 from pretrain.errors import CheckpointError, ConfigError
 
@@ -31,8 +31,7 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
         CheckpointError: there is none, or it cannot be opened.
         ConfigError: it needs a configuration that was not given, or has its own.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder{did_you_mean_path(path)}")
+    check_source(path)
     for each in _SOURCES:
         if each.is_at(path):
             if config is not None and not each.takes_config:

@@ -9,9 +9,9 @@ from pretrain.checkpoint.newest import damaged_files
 from pretrain.checkpoint.store.coverage import coverage_problem
 from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.convert.compare import Counter, nonfinite_tensors
-from pretrain.convert.convert import Resources
 from pretrain.convert.format import OpenedCheckpoint
 from pretrain.convert.huggingface.sums import changed_files
+from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError
 
 

@@ -107,16 +107,16 @@ def parquet_rows(path: Path, column: str) -> Iterator[Row]:
     """Rows of a parquet file.
 
     Raises:
-        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings.
+        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings, in structs or not.
     """
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
-        _check_column(table.schema_arrow, column)
+        names = _path_of(table.schema_arrow, column)
         file_bytes = path.stat().st_size // max(1, table.metadata.num_rows)
         number = 0
-        for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[column], use_threads=False):
-            for value in batch.column(0).to_pylist():
+        for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[".".join(names)], use_threads=False):
+            for value in _values(batch, names).to_pylist():
                 number += 1
                 yield Row(number, value, file_bytes)
 
@@ -125,14 +125,13 @@ def arrow_rows(path: Path, column: str) -> Iterator[Row]:
     """Rows of an Arrow file: in the streaming format, as `datasets` saves it, or the file format (Feather).
 
     Raises:
-        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings.
+        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings, in structs or not.
     """
     import pyarrow
 
     number = 0
     with pyarrow.memory_map(str(path)) as source:
-        for batch, file_bytes in _arrow_batches(source, column):
-            values = batch.column(0)
+        for values, file_bytes in _arrow_batches(source, column):
             for start in range(0, len(values), _ROWS_PER_READ):
                 for value in values.slice(start, _ROWS_PER_READ).to_pylist():
                     number += 1
@@ -141,8 +140,8 @@ def arrow_rows(path: Path, column: str) -> Iterator[Row]:
                     file_bytes = 0
 
 
-def _arrow_batches(source: pyarrow.NativeFile, column: str) -> Iterator[tuple[pyarrow.RecordBatch, int]]:
-    """Batches of one column, mapped, each with its bytes of the file."""
+def _arrow_batches(source: pyarrow.NativeFile, column: str) -> Iterator[tuple[pyarrow.Array, int]]:
+    """Batches of one column's values, mapped, each with its bytes of the file."""
     import pyarrow
 
     size, options = source.size(), pyarrow.ipc.IpcReadOptions(use_threads=False)
@@ -150,30 +149,57 @@ def _arrow_batches(source: pyarrow.NativeFile, column: str) -> Iterator[tuple[py
     source.seek(0)
     if is_file:
         table = pyarrow.ipc.open_file(source, options=options)
-        _check_column(table.schema, column)
+        names = _path_of(table.schema, column)
         for index in range(table.num_record_batches):
-            yield table.get_batch(index).select([column]), size // table.num_record_batches
+            yield _values(table.get_batch(index), names), size // table.num_record_batches
         return
     source.seek(max(0, size - len(_ARROW_STREAM_END)))
     is_whole = source.read() == _ARROW_STREAM_END
     source.seek(0)
     stream, before = pyarrow.ipc.open_stream(source, options=options), 0
-    _check_column(stream.schema, column)
+    names = _path_of(stream.schema, column)
     for batch in stream:
-        yield batch.select([column]), source.tell() - before
+        yield _values(batch, names), source.tell() - before
         before = source.tell()
     # The reader takes a file that was cut off between two batches for a complete one.
     if not is_whole:
         raise EOFError("the stream ends without its end marker: it is truncated, or its writer was never closed")
 
 
-def _check_column(schema: pyarrow.Schema, column: str) -> None:
+def _path_of(schema: pyarrow.Schema, column: str) -> tuple[str, ...]:
+    """Names of a column of strings, or of one in structs, as in `meta.text`, from the outermost on.
+
+    Raises:
+        ValueError: there is no such column, or it holds something else.
+    """
     import pyarrow
 
-    if column not in schema.names:
-        raise _no_column(column, schema.names)
-    kind = schema.field(column).type
+    fields, path, rest = {field.name: field.type for field in schema}, list[str](), column
+    while rest not in fields:
+        outer, dot, rest = rest.partition(".")
+        kind = fields.get(outer)
+        if not dot or kind is None:
+            raise _no_column(column, [".".join((*path, name)) for name in fields])
+        path.append(outer)
+        if not pyarrow.types.is_struct(kind):
+            raise ValueError(
+                f"its column {'.'.join(path)!r} holds {kind}, in which nothing has a name: name another with --field"
+            )
+        fields = {field.name: field.type for field in kind}
+    kind = fields[rest]
     values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     if not any(check(values) for check in is_text):
-        raise ValueError(f"its column {column!r} holds {kind}, not strings: name another with --field")
+        within = next((f"{column}.{field.name}" for field in kind), "") if pyarrow.types.is_struct(kind) else ""
+        advice = f"name a field in it, as in --field {within}" if within else "name another with --field"
+        raise ValueError(f"its column {column!r} holds {kind}, not strings: {advice}")
+    return (*path, rest)
+
+
+def _values(batch: pyarrow.RecordBatch, path: Sequence[str]) -> pyarrow.Array:
+    """Values of a column, or of one in structs; null where a struct around it is null."""
+    import pyarrow.compute
+
+    outer, *inner = path
+    values = batch.column(outer)
+    return pyarrow.compute.struct_field(values, inner) if inner else values

@@ -15,6 +15,7 @@ from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.contents import COMPRESSIONS, ending_of
 from pretrain.data.installed import INSTALLED
 from pretrain.errors import DataError
+from pretrain.printable import printable
 
 Kind = Literal["text", "raw", "json", "csv", "parquet", "arrow", "codes", "refused"]
 
@@ -137,10 +138,12 @@ def _source_file(path: Path, input_index: int, *, as_text: bool) -> SourceFile:
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Remove it from the inputs or mend it.") from error
+        raise DataError(
+            f"{printable(path)}: cannot be read ({error.strerror}). Remove it from the inputs or mend it."
+        ) from error
     if not S_ISREG(stat.st_mode):
         raise DataError(
-            f"{path}: a pipe or a device, which has neither a size nor a second reading: write it to a file first."
+            f"{printable(path)}: a pipe or a device, which has neither a size nor a second reading: write it to a file first."
         )
     kind = "raw" if as_text else _kind_and_refusal(path)[0]
     return SourceFile(path, input_index, kind, stat.st_size, stat.st_mtime_ns)
@@ -153,7 +156,7 @@ def _refuse_doubles(files: Sequence[SourceFile], inputs: Sequence[str]) -> None:
         first = seen.setdefault(file.path.resolve(), file.input_index)
         if first != file.input_index:
             names = " and again in ".join(inputs[index] for index in (first, file.input_index))
-            raise DataError(f"{file.path} is in {names}: its documents would count twice. Leave one out.")
+            raise DataError(f"{printable(file.path)} is in {names}: its documents would count twice. Leave one out.")
 
 
 def _paths_of(name: str, *, as_text: bool) -> list[Path]:

@@ -22,7 +22,7 @@ from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.indexed_files import IDX_MAGIC, document_starts, header_problem
 from pretrain.data.scored import ScoredFile, ScoredTokens, open_scored, scored_file_bytes
 from pretrain.data.tokenizer import BYTES, CODES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
-from pretrain.errors import DataError
+from pretrain.errors import DataError, MissingDataError
 from pretrain.progress import Progress
 
 if TYPE_CHECKING:
@@ -302,7 +302,8 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     whatever their size in no time (`verify` reads every byte).
 
     Raises:
-        DataError: there is no data set, it is incomplete or damaged, or it holds ids past its own vocabulary.
+        MissingDataError: there is no data set.
+        DataError: it is incomplete or damaged, or it holds ids past its own vocabulary.
     """
     folder = Path(path)
     manifest = _read_manifest(folder)
@@ -333,9 +334,10 @@ def open_dataset(path: str | Path) -> PreparedDataset:
 
 def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
-        raise DataError(
+        raise MissingDataError(
             f"{folder}: no such data set{did_you_mean_path(folder)} "
-            f"Make it with `megamem data prepare INPUT --output {folder}`."
+            f"Make it with `megamem data prepare INPUT --output {folder}`.",
+            folder,
         )
     try:
         return Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ class BadDocumentLog:
             DataError: there are more than `limit` of them.
         """
         self.num_bad += 1
-        description = f"{origin}: {reason}"
+        description = f"{printable(origin)}: {reason}"
         if self.num_bad > self.limit:
             if self.limit == 0:
                 remedy = "Mend or remove it, or pass --max-bad N to skip and count up to N bad documents"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.chat_template import ChatTemplate
 from pretrain.data.named_end import named_end
 from pretrain.data.sentencepiece_files import refuse_sentencepiece
-from pretrain.data.tokenizer_limits import check_limits, panics_refused
+from pretrain.data.tokenizer_limits import check_limits, has_expressions, panics_refused
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -276,6 +277,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # Ids may have holes, so the largest one counts and not their number.
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         check_limits(content, self.vocab_size - 1, origin)
+        # Generation decodes for every token, and the guard takes longer than that.
+        self._guarded_decoding: Callable[[], AbstractContextManager[None]] = (
+            panics_refused if has_expressions(content.get("decoder")) else nullcontext
+        )
         self.fingerprint = hashlib.sha256(f"{canonical}\n{self.eod_token}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -331,7 +336,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         array = self.check_ids(ids)
-        with panics_refused():
+        with self._guarded_decoding():
             text = self._backend.decode(array[array != self.eod].tolist(), skip_special_tokens=False)
         return text.encode("utf-8")
 

@@ -55,6 +55,13 @@ def _growth(step: Any) -> int:
     return growth * max([1, *(len(text) for text in written if isinstance(text, str))])
 
 
+def has_expressions(part: Any) -> bool:
+    """Tell whether a part of a definition has regular expressions, which panic where they try too many ways."""
+    if isinstance(part, Mapping):
+        return "Regex" in part or any(map(has_expressions, part.values()))
+    return isinstance(part, list) and any(map(has_expressions, part))
+
+
 @contextmanager
 def panics_refused() -> Iterator[None]:
     """Turn a panic into an error, and keep what Rust writes of it on stderr.

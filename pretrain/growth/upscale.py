@@ -21,10 +21,9 @@ from megamem.initialisation.outputs import build_layer, initialised_layer
 from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
 from pretrain.checkpoint.store.tensors import TensorInfo
-from pretrain.config.loader import from_dict, to_dict
-from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError
+from pretrain.growth.config import grown_config
 from pretrain.growth.plan import Block
 from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
 from pretrain.state import RunState
@@ -32,7 +31,6 @@ from pretrain.state import RunState
 _IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NORM = "input_layernorm.weight"
 _TO_RESIDUAL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
-_KEYS = ("model.memory.", "seed=")
 
 
 @dataclass(frozen=True)
@@ -80,51 +78,6 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
         ),
         tuple(number for number, block in enumerate(blocks) if block.inserted is not None),
     )
-
-
-def grown_config(
-    before: RunConfig, blocks: Sequence[Block], overrides: Sequence[str], *, name: str, origin: str
-) -> RunConfig:
-    """The configuration of a model that was grown from one of this configuration.
-
-    Args:
-        overrides: as of `upscale`.
-        name: of the run that goes on from it.
-        origin: what to call the configuration of the pretrained model in messages.
-
-    Raises:
-        ConfigError: the model has a memory already, or the keys do not fit.
-    """
-    if before.model.memory is not None:
-        raise ConfigError(
-            f"{origin} has a memory of kind {before.model.memory.kind}: blocks are inserted into models without one"
-        )
-    memories = [number for number, block in enumerate(blocks) if block.inserted == "memory"]
-    for text in overrides:
-        if not text.startswith(_KEYS if memories else "seed="):
-            raise ConfigError(
-                f"{text}: a grown model takes {'model.memory.<key> and seed' if memories else 'seed'} alone; give other keys to "
-                "the run that trains it"
-            )
-    if memories and not any(text.startswith("model.memory.kind=") for text in overrides):
-        raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
-    # Chunks of another depth would need other texts; a stage is of the run that was.
-    parallel = replace(before.parallel, pipeline_layout=None)
-    model = replace(before.model, num_layers=len(blocks))
-    plain = to_dict(replace(before, name=name, model=model, parallel=parallel, stage=None))
-    placed = [f"model.memory.placement.blocks={memories}"] if memories else []
-    origin = f"the configuration of {origin}"
-    config = from_dict(plain, origin, [*overrides, *placed])
-    if config.model.memory is not None and config.model.memory.slot is None:
-        placed.append("model.memory.placement.position=inserted")
-        config = from_dict(plain, origin, [*overrides, *placed])
-    memory = config.model.memory
-    if memory is not None and any(plan.adds_attention for plan in plan_blocks(config.model).values()):
-        raise ConfigError(
-            f"model.memory.kind is {memory.kind}, which has no inserted blocks: docs/upscale.md names the kinds that have "
-            "them"
-        )
-    return config
 
 
 def _origins(

@@ -10,6 +10,11 @@ from parallel.refusals import missing_target
 from pretrain.errors import ConfigError
 
 
+def default_run_folder(name: str) -> Path:
+    """Folder of the run of a configuration of this name, unless --run-dir is given."""
+    return Path("runs") / name
+
+
 class RunFolder:
     """Paths of a run's files."""
 

@@ -55,7 +55,7 @@ def naming_stage(config: RunConfig) -> Iterator[None]:
     except UserError as error:
         if config.stage is None:
             raise
-        raise type(error)(f"stage {config.stage.name}: {error}") from error
+        raise error.saying(f"stage {config.stage.name}: {error}") from error
 
 
 def check_start(

@@ -21,6 +21,7 @@ from pretrain.config.stages import StartingPoint, load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.not_a_run import refuse_checkpoint, refuse_configuration
 from pretrain.run.started_ranks import started_ranks
 from pretrain.run.trained_data import known_path
 from pretrain.state import RunState
@@ -50,7 +51,10 @@ def find_checkpoint(
 
     Raises:
         CheckpointError: there is none, or the one that is meant is damaged.
+        ConfigError: a configuration or a checkpoint was given for the folder.
     """
+    refuse_configuration(folder.path)
+    refuse_checkpoint(folder.path)
     if not folder.path.is_dir():
         raise CheckpointError(
             f"{folder.path}: no such run folder{did_you_mean_path(folder.path)} Train one with `megamem train CONFIG "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from parallel.atomic_write import atomic_write
@@ -36,7 +35,7 @@ from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.step_reads import StepReads
 from pretrain.engine.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from pretrain.run.owner import Owner, owned
@@ -46,6 +45,7 @@ from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_s
 from pretrain.run.trained_data import check_trained_data, data_read, going_on
 from pretrain.state import RunState
 from pretrain.train.agreed_stop import AgreedStop
+from pretrain.train.main_rank import done_by_main
 
 
 @dataclass
@@ -178,7 +178,8 @@ def open_run(
         tokenizer = going_on(tokenizer, saved)
     trained = config.optimizer.trained_layers
     state = RunState().training(trained) if saved is None else saved.run
-    _refuse_taken_names(folder, state, groups)
+    # Whether checkpoints to come can have their names.
+    done_by_main(partial(refuse_taken_names, folder.checkpoints, state.step))
     check_position(config, state, folder.path if saved is None else saved.path)
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
@@ -235,51 +236,30 @@ def training_samples(config: RunConfig, state: RunState, tokenizer: Tokenizer, f
 
 
 @contextmanager
-def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
+def owning(folder: RunFolder) -> Iterator[Owner | None]:
     """Rank 0 owns the run's folder until the block ends; None on the others. Collective.
 
     Raises:
         ConfigError: on every rank: it cannot be written, or another run owns it.
     """
-    owner = None
-    refusal: list[ConfigError | None] = [None]
+    owner: list[Owner | None] = [None]
     with ExitStack() as stack:
-        if groups.is_main:
-            try:
-                owner = stack.enter_context(owned(folder))
-            except ConfigError as error:
-                refusal = [error]
-        dist.broadcast_object_list(refusal, src=0)
-        if refusal[0] is not None:
-            raise refusal[0]
-        yield owner
+
+        def take() -> None:
+            owner[0] = stack.enter_context(owned(folder))
+
+        done_by_main(take)
+        yield owner[0]
 
 
 def _owes_evaluation(run: Run) -> bool:
     """Tell whether the evaluation that a stop passed over is still to be made up for: its row is not there. Collective."""
-    owed = [run.state.owes_evaluation]
-    if run.groups.is_main and owed[0]:
+
+    def is_owed() -> bool:
         rows = numbered_rows(run.folder.metrics, step=int)
-        owed = [not any(row.values["step"] == run.state.step and "validation_loss" in row.values for row in rows)]
-    dist.broadcast_object_list(owed, src=0)
-    return owed[0]
+        return not any(row.values["step"] == run.state.step and "validation_loss" in row.values for row in rows)
 
-
-def _refuse_taken_names(folder: RunFolder, state: RunState, groups: ParallelGroups) -> None:
-    """Look, on rank 0, whether checkpoints to come can have their names. Collective.
-
-    Raises:
-        CheckpointError: on every rank: something else has one.
-    """
-    refusal: list[CheckpointError | None] = [None]
-    if groups.is_main:
-        try:
-            refuse_taken_names(folder.checkpoints, state.step)
-        except CheckpointError as error:
-            refusal = [error]
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise refusal[0]
+    return run.state.owes_evaluation and done_by_main(is_owed)
 
 
 def _checkpoint_to_go_on_from(
@@ -344,17 +324,7 @@ def checkpoint_of_step(folder: RunFolder, step: int) -> SavedState:
     Raises:
         CheckpointError: on every rank: it cannot be read.
     """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [read_state(step_folder(folder.checkpoints, step))]
-        except CheckpointError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], CheckpointError):
-        raise found[0]
-    saved: SavedState = found[0]
-    return saved
+    return done_by_main(lambda: read_state(step_folder(folder.checkpoints, step)))
 
 
 def agreed_checkpoint(
@@ -366,7 +336,7 @@ def agreed_checkpoint(
     """
     problems: list[str] = []
     while True:
-        saved, passed_over = _newest_seen_by_main(folder, before, problems)
+        saved, passed_over = done_by_main(partial(_newest, folder, before, tuple(problems)))
         problems += passed_over
         if saved is None or not check_hashes:
             return saved, problems
@@ -379,21 +349,17 @@ def agreed_checkpoint(
             return saved, problems
 
 
-def _newest_seen_by_main(folder: Path, before: int | None, problems: list[str]) -> tuple[SavedState | None, list[str]]:
+def _newest(folder: Path, before: int | None, problems: Sequence[str]) -> tuple[SavedState | None, Sequence[str]]:
     """See `newest_complete`; `problems` are those of the checkpoints that are not from before that step."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [newest_complete(folder, before=before)]
-            if problems and found[0][0] is None:
-                found = [nothing_complete(folder, problems)]
-        except CheckpointError as error:
-            found = [nothing_complete(folder, [*problems, str(error)]) if problems else error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], CheckpointError):
-        raise found[0]
-    result: tuple[SavedState | None, list[str]] = found[0]
-    return result
+    try:
+        found = newest_complete(folder, before=before)
+    except CheckpointError as error:
+        if not problems:
+            raise
+        raise nothing_complete(folder, [*problems, str(error)]) from error
+    if problems and found[0] is None:
+        raise nothing_complete(folder, problems)
+    return found
 
 
 def _record_config(run: Run) -> None:

@@ -20,10 +20,11 @@ from tiny_runs import MEMORY, SHARED, chunk_of, joined
 from torch import Tensor
 
 from pretrain.config.schema import ParallelConfig
-from pretrain.convert.convert import Resources, convert
+from pretrain.convert.convert import convert
 from pretrain.convert.format import Target
 from pretrain.convert.names import NATIVE
 from pretrain.convert.registry import FORMATS, open_checkpoint
+from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError, ConfigError
 
 PADDED, SEQUENCE = 96, 16

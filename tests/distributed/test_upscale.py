@@ -15,9 +15,10 @@ from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.convert.convert import RESERVE_BYTES, Resources, convert
+from pretrain.convert.convert import convert
 from pretrain.convert.format import OpenedCheckpoint, Target
 from pretrain.convert.registry import FORMATS, open_checkpoint
+from pretrain.convert.resources import RESERVE_BYTES, Resources
 from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import grown_blocks

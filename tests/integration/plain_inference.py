@@ -115,6 +115,22 @@ def plain_losses(
     return sums
 
 
+@torch.no_grad()
+def plain_nats(model: MemoryGPTModel, text: bytes, length: int, *, memory: bool) -> list[float]:
+    """Nats of each byte of a text that begins a document, in windows of `length` tokens."""
+    ids = [END, *text]
+    hooks = [] if memory else [layer.register_forward_hook(_nothing) for layer in model.memory_layers]
+    nats: list[float] = []
+    for start in range(0, len(text), length):
+        seen, targets = ids[start : start + length], ids[start + 1 : start + 1 + length]
+        seen = seen[: len(targets)]
+        logits = model(torch.tensor([seen]), torch.arange(len(seen)).unsqueeze(0), None)[0].double()
+        nats += [-float(row.log_softmax(-1)[target]) for row, target in zip(logits, targets, strict=True)]
+    for hook in hooks:
+        hook.remove()
+    return nats
+
+
 def compressed_bits_per_byte(sets: Sequence[HeldOut]) -> dict[str, float]:
     """Those of the whole text, by Python's own functions."""
     text = b"".join(each.text for each in sets)

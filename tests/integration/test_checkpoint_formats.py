@@ -14,8 +14,8 @@ from commands import TINY, Megamem, checkpoint, steps, tensors
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pretrain.convert.convert import Resources
 from pretrain.convert.registry import open_checkpoint
+from pretrain.convert.resources import Resources
 from pretrain.convert.verify import problems_of
 from pretrain.errors import UserError
 from tools.cli import main

@@ -188,7 +188,7 @@ def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
     assert here["validation_loss"] == pytest.approx(there["validation_loss"], rel=1e-5)
     even = megamem(*common, "train.num_steps=4")
     assert even.code == 0, even.output
-    assert "changed since: parallel.pipeline_layout: E|t*4L -> None" in even.output
+    assert "changed since: parallel.pipeline_layout: E|t*4L -> null" in even.output
     assert [row["step"] for row in evaluations(run)] == [3, 4]
     split = megamem(*common, "parallel.pipeline_layout=Ettt|tL", "train.num_steps=5")
     assert split.code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -21,6 +22,7 @@ from plain_inference import (
     compressed_bits_per_byte,
     plain_losses,
     plain_model,
+    plain_nats,
     plain_text,
 )
 
@@ -304,6 +306,86 @@ def judge_table(
 
 def numbers(line: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"(?<![\w-])[-+]?\d[\d,]*(?:\.\d+)?", line)]
+
+
+# --- eval --text
+
+SCORED = {
+    "run": ("v2", "tide", "midus"),
+    "step": ("newest", "first"),
+    "ranks": ("1", "2", "own"),
+    "text": ("short", "long file"),
+    "length": ("kept", "20"),
+    "batch": ("kept", "3"),
+    "memory": ("on", "off"),
+    "output": ("json", "people"),
+}
+SCORED_TEXTS = {"short": 'x="\x1b[2J"\n', "long file": "naïve — 日本語 " * 9}
+"""The long one has more tokens than a window of each length, and is cut within a character."""
+
+
+def test_every_token_of_a_text_is_scored_on_every_layout(runs: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(SCORED_TEXTS["long file"], encoding="utf-8")
+
+    def words(case: Case) -> list[str]:
+        text = ["--text", SCORED_TEXTS["short"]] if case["text"] == "short" else ["--text-file", str(file)]
+        return [
+            *("eval", str(runs[case["run"]]), *step_words(case), *text),
+            *(["--own-layout"] if case["ranks"] == "own" else []),
+            *(["--without-memory"] if case["memory"] == "off" else []),
+            *(["--json"] if case["output"] == "json" else []),
+            *(KEYS[option] for option in case.items() if option in KEYS),
+        ]
+
+    cases = pairwise(SCORED, lambda case: False)
+    outputs = answers(runs, cases, words)
+
+    def judge(load: Load) -> None:
+        for case, (out, err) in zip(cases, outputs, strict=True):
+            content = SCORED_TEXTS[case["text"]].encode()
+            length = LENGTH if case["length"] == "kept" else int(case["length"])
+            model = load(case["run"], case["step"])
+            nats = plain_nats(model, content, length, memory=case["memory"] == "on")
+            assert ("is read in windows of" in err) == (len(content) > length), case
+            *lines, last = out.splitlines()
+            if case["output"] == "json":
+                rows, whole = [json.loads(line) for line in lines], json.loads(last)
+                found = [row["logprob"] for row in rows]
+                assert [row["token"] for row in rows] == list(content), case
+                total, bits = whole["logprob"], whole["bits_per_byte"]
+                assert (whole["tokens"], whole["bytes"]) == (len(content), len(content)), case
+                assert Path(whole["checkpoint"]).name == f"step_{step_of(case['run'], case['step']):08d}", case
+            else:
+                head, *rows = lines
+                assert head.split() == ["token", "text", "log", "p"]
+                found = [float(row.split()[-1]) for row in rows]
+                assert [int(row.split()[0]) for row in rows] == list(content), case
+                assert out.replace("\n", "").isprintable(), case
+                total, *_, bits = numbers(last.partition("log p ")[2])
+            assert found == pytest.approx([-each for each in nats], abs=1e-4), case
+            assert total == pytest.approx(-sum(nats), abs=1e-3), case
+            assert bits == pytest.approx(sum(nats) / math.log(2) / len(content), abs=1e-4), case
+
+    with_models(runs, judge)
+
+
+NO_SCORE = (
+    (("--text", ""), "the text has no tokens: give one with --text or --text-file"),
+    (("--text-file", "nowhere"), "--text-file is nowhere, which cannot be read as UTF-8 text"),
+    (("--text", "x", "--ablate"), "--ablate is for held-out documents, and --text names a text: leave one of them out"),
+    (("--text", "x", "--tables", "int8"), "--tables is for held-out documents"),
+    (("--text", "x", "data.documents=separate"), "data.documents=separate is for held-out documents"),
+    (("--text", "x", "--text-file", "y"), "argument --text-file: not allowed with argument --text"),
+)
+
+
+@pytest.mark.parametrize(("words", "message"), NO_SCORE)
+def test_what_cannot_be_scored_is_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert main(["eval", str(trained), *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 # --- generate

@@ -64,11 +64,28 @@ def test_dry_runs_that_make_no_sense_are_refused(megamem: Megamem, config_file: 
     for words, said in (
         (("--world-size", 8, "--rank", 8, *SIZED), "--rank is 8, and --world-size 8"),
         (("--world-size", 2, "parallel.pipeline=4", *SIZED), "the run has 2 ranks"),
-        (("--world-size", 1, "model.vocab_size=null"), "leaves model.vocab_size to the tokenizer: set it, as in"),
+        (
+            ("--world-size", 1, "data.datasets.0.path=gone"),
+            f"leaves model.vocab_size to the tokenizer of its data, and {Path('gone').absolute()} is not there: prepare",
+        ),
+        (("--world-size", 1, "data.datasets=[]"), "tokenizer of its data, and it names no data sets: prepare that, or"),
     ):
         result = megamem("dryrun", config_file, *words)
         assert result.code == 2
         assert said in " ".join(result.output.split())
+
+
+def test_a_vocabulary_that_is_left_to_the_data_is_theirs(megamem: Megamem, config_file: Path) -> None:
+    """257 ids of bytes, padded as in training; a number that is given counts wherever the data are."""
+    counts = {}
+    for key in ("model.vocab_size=null", "model.vocab_size=257", "model.vocab_size=1024"):
+        result = megamem("dryrun", config_file, "--world-size", 1, "--json", key)
+        assert result.code == 0, result.output
+        counts[key] = json.loads(result.output[result.output.index("{") :])["ranks"][0]["parameters"]
+    of_data, given, larger = counts.values()
+    assert of_data == given < larger
+    result = megamem("plan", config_file, "--gpus", 2, "--gpu", "h100-80g", "--top", 1)
+    assert result.code == 0, result.output
 
 
 def test_measured_hardware_is_planned_with(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:

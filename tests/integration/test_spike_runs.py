@@ -73,7 +73,7 @@ def train_with(
 
     def main() -> None:
         stop = StopRequest()
-        with session(*stages) as groups, owning(folder, groups) as owner:
+        with session(*stages) as groups, owning(folder) as owner:
 
             def train_one(run: Run) -> None:
                 train(run, [*default_callbacks(run, owner), Spikes(samples, stop, stop_after)], stop)

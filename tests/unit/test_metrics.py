@@ -76,6 +76,34 @@ def test_the_picture_shows_the_whole_course_and_its_second_half_enlarged() -> No
     assert not few.child_axes
 
 
+def _course(num_steps: int, *, first: float = 8.4) -> Curves:
+    return curves(
+        [{"step": n, "loss": max(4.0, first - n / 10), "consumed_tokens": 10.0 * n} for n in range(1, num_steps + 1)]
+    )
+
+
+def test_runs_of_unlike_length_are_averaged_over_as_many_steps_and_end_with_a_stroke() -> None:
+    (losses,) = draw({"whole": _course(640), "tenth": _course(64), "half": _course(330)}).axes
+    lines = {line.get_label(): line for line in losses.lines}
+    # The parts of 20 steps of the longest run, but for the shortest, which has eight.
+    assert [len(lines[name].get_xdata()) for name in ("whole", "tenth", "half")] == [32, 8, 17]
+    assert lines["half"].get_xdata()[0] == lines["whole"].get_xdata()[0] == 105
+    strokes = [line for line in losses.lines if line.get_marker() == "|"]
+    assert [float(line.get_xdata()[0]) for line in strokes] == [640.0, 3300.0]
+    assert [line.get_color() for line in strokes] == [lines[name].get_color() for name in ("tenth", "half")]
+    assert losses.get_xlim()[1] > 6300
+
+
+def test_the_end_is_enlarged_where_runs_are_there_to_compare_and_nothing_is_hidden() -> None:
+    def enlarged(**runs: Curves) -> bool:
+        return bool(draw(runs).axes[0].child_axes)
+
+    assert enlarged(a=_course(640), b=_course(400), c=_course(64))
+    assert not enlarged(a=_course(640), b=_course(64))
+    # A run that stays high would be behind it.
+    assert not enlarged(a=_course(640), b=_course(640, first=70.0))
+
+
 def test_a_picture_of_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     run = tmp_path / "run"
@@ -95,6 +123,7 @@ def test_a_picture_of_a_folder_and_a_file(tmp_path: Path, capsys: pytest.Capture
         (["nowhere"], "is no run. Name a folder"),
         (["bad.jsonl"], "does not hold the rows of a run"),
         (["list.jsonl"], "does not hold the rows of a run"),
+        (["untold.jsonl"], "does not hold the rows of a run: they do not say after how many tokens"),
         (["good.jsonl", "again/good.jsonl"], "have one name"),
         (["good.jsonl", "--output", "picture.doc"], "picture.doc, and pictures end with"),
     ],
@@ -106,6 +135,7 @@ def test_what_cannot_be_drawn(
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{")
     Path("list.jsonl").write_text("[1]\n")
+    Path("untold.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
     Path("again").mkdir()
     for good in (Path("good.jsonl"), Path("again/good.jsonl")):
         good.write_text(json.dumps(ROWS[0]) + "\n")

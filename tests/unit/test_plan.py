@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
@@ -182,6 +183,15 @@ def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     assert "What the memory costs most" in out
     assert re.search(r"A dense model of equal FLOPs \(ffn_hidden_size [\d,]+\): [\d.]+ s per step", out)
     assert "table gradients" in picture.read_text(encoding="utf-8")
+
+
+def test_a_layout_of_a_dense_model_is_written_as_it_is_read(tmp_path: Path) -> None:
+    """It has no tables to split."""
+    dense, target = tmp_path / "dense.yaml", tmp_path / "best.yaml"
+    dense.write_text("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 512}")
+    assert cli.main(["plan", str(dense), "--gpus", "4", "--gpu", "h100-80g", "--write", str(target)]) == 0
+    assert load_config(target).model == load_config(dense).model
+    assert "memory" not in yaml.safe_load(target.read_text())["parallel"]
 
 
 def test_the_page_names_the_fastest_layout_on_eight_gpus() -> None:

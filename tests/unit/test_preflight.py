@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import pretrain.run.preflight as preflight_module
 from pretrain.checkpoint import folder as checkpoints
@@ -211,6 +213,39 @@ def test_gpus_without_a_torch_for_them_are_told_at_once(
     assert "can run on 1 rank here" in capsys.readouterr().out
 
 
+def test_a_relative_path_that_leads_nowhere_from_here(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is looked for beside the configuration, and in the folders above."""
+    project, elsewhere = tmp_path / "my project", tmp_path / "elsewhere"
+    (project / "configs").mkdir(parents=True)
+    elsewhere.mkdir()
+    moved = shutil.copy(config_file, project / "configs")
+    monkeypatch.chdir(elsewhere)
+
+    def said(*overrides: str) -> str:
+        assert check(Path(moved), *overrides) == 3
+        return " ".join(capsys.readouterr().err.split())
+
+    counts = f"A relative path counts from the folder in which the command starts, {elsewhere}"
+    text = said("data.datasets.0.path=data/mine")
+    assert text.startswith(f"megamem: error: {elsewhere}/data/mine: no such data set.")
+    assert text.endswith(f"{counts}.")
+    dataset = shutil.copytree(yaml.safe_load(config_file.read_text())["data"]["datasets"][0]["path"], project / "mine")
+    assert said("data.datasets.0.path=mine").endswith(
+        f"{counts}: there is {dataset}, so start it in {project}, or give that path."
+    )
+    assert "relative path" not in said("data.datasets.0.path=/nowhere/mine")
+    stages = project / "configs" / "stages.yaml"
+    stages.write_text(f"base: {moved}\nstages: [{{name: first, num_steps: 7}}]")
+    assert check(stages, "data.datasets.0.path=mine") == 3
+    of_stage = " ".join(capsys.readouterr().err.split())
+    assert of_stage.startswith(f"megamem: error: stage first: {elsewhere}/mine: no such data set")
+    assert f"{counts}: there is {dataset}, so start it in {project}" in of_stage
+    monkeypatch.chdir(project)
+    assert check(Path("configs") / Path(moved).name, "data.datasets.0.path=mine") == 0
+
+
 MISTAKES = [
     ["train", "CONFIG", "data.datasets.0.path=nowhere"],
     ["train", "CONFIG", "model.hidden_sise=64"],
@@ -222,6 +257,18 @@ MISTAKES = [
     ["generate", "nowhere"],
     ["generate", "RUN", "--temperature", "-1"],
     ["generate", "RUN", "--prompt-file", "nowhere"],
+    ["checkpoint", "convert", "SAVED", "RUN"],
+    ["checkpoint", "convert", "nowhere", "new"],
+    ["checkpoint", "convert", "SAVED", "new", "--step", "4"],
+    ["checkpoint", "convert", "SAVED", "new", "--tables", "int4"],
+    ["checkpoint", "convert", "SAVED", "new", "--max-memory", "1MiB"],
+    ["checkpoint", "verify", "nowhere"],
+    ["checkpoint", "diff", "SAVED", "nowhere"],
+    ["upscale", "nowhere", "--output", "new", "--blocks", "1", "--insert", "solar"],
+    ["upscale", "SAVED", "--output", "RUN", "--blocks", "1", "--insert", "solar"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "1", "kind=midus"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "99", "--insert", "llama-pro"],
+    ["upscale", "SAVED", "--output", "new", "--blocks", "1", "model.memory.kind=midus", "model.memory.num_heads=5"],
 ]
 
 
@@ -229,9 +276,14 @@ def test_the_commonest_mistakes_cost_no_import_of_torch(config_file: Path, tmp_p
     """One process takes them all, which would have torch from the first that imports it."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    named = [
-        [word.replace("CONFIG", str(config_file)).replace("RUN", str(run)) for word in words] for words in MISTAKES
-    ]
+    saved = RunFolder(tmp_path / "saved")
+    dense = to_dict(load_config(config_file, ["model.memory=null"]))
+    checkpoints.start_writing(saved.checkpoints, 3)
+    checkpoints.complete(
+        saved.checkpoints, 3, run={"step": 3}, rng={}, config=dense, versions={}, weights_dtype="float32"
+    )
+    names = {"CONFIG": config_file, "RUN": run, "SAVED": saved.path}
+    named = [[str(names.get(word, word)) for word in words] for words in MISTAKES]
     program = (
         "import sys\nfrom tools import cli\n"
         f"for words in {named!r}:\n"

@@ -73,6 +73,41 @@ def test_half_a_surrogate_in_a_key_ends_neither_prepare_nor_inspect(
     assert output.replace("\n", "").isprintable()
 
 
+SAID_OF_PATHS = [
+    ["data", "prepare", "FOLDER/none", "--output", "out"],
+    ["data", "prepare", "FOLDER", "--output", "out"],
+    ["data", "prepare", "FOLDER/texts", "--output", "out", "--tokenizer", "FOLDER/none"],
+    ["data", "prepare", "FOLDER/texts", "FOLDER/texts", "--output", "out"],
+    ["data", "inspect", "FOLDER/none"],
+    ["train", "FOLDER/none.yaml"],
+    ["train", "a.yaml", "--run-dir", "FOLDER/texts/a.txt"],
+    ["config", "check", "a.yaml", "data.datasets=[{path: 'FOLDER'}]"],
+    ["eval", "FOLDER"],
+    ["plot", "FOLDER"],
+    ["report", "FOLDER/none"],
+    ["status", "FOLDER"],
+    ["checkpoint", "convert", "FOLDER/none", "out"],
+]
+
+
+@pytest.mark.parametrize("words", SAID_OF_PATHS, ids=lambda words: " ".join(words[:3]))
+def test_paths_of_a_command_are_shown_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """A folder whose name has a line break, with a file of such a name in it that no command names."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("two\nlines")
+    (folder / "texts").mkdir(parents=True)
+    (folder / "texts" / "a.txt").write_text("text " * 50)
+    (folder / "b\x1b[2J\nc.pdf").write_bytes(b"%PDF-1.7")
+    Path("a.yaml").write_text("train: {num_steps: 2}\n")
+    assert megamem([word.replace("FOLDER", str(folder)) for word in words]) in (2, 3, 4)
+    said = capsys.readouterr().err
+    assert said.startswith("megamem: error: ")
+    assert said.count("\n") == 1, said
+    assert said.rstrip("\n").isprintable()
+
+
 def test_a_key_of_a_configuration_is_shown_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text('"a\\e[2J\\nb": 1\n')
     assert megamem(["config", "check", str(tmp_path / "a.yaml")]) == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pretrain.config.loader import config_changes, from_dict, to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.data.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from pretrain.data.tokenizer import ByteTokenizer
@@ -19,6 +20,7 @@ from pretrain.evaluation.recall import Recall, _batches, asked
 from tools.studies.compare.rules import ModelFigures
 from tools.studies.recall.command import numbers_of_facts
 from tools.studies.recall.report import plot, report, table
+from tools.studies.recall.told import Told
 
 FACTS = make_facts(100, 3)
 
@@ -50,6 +52,14 @@ def test_documents_are_written_as_they_are_read(tmp_path: Path) -> None:
     write_documents(tmp_path / "facts.jsonl", iter(["aaaaBB", "ccccDD"]))
     rows = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
     assert rows == [{"text": "aaaaBB"}, {"text": "ccccDD"}]
+
+
+def test_a_study_goes_on_in_a_folder_that_was_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration that its runs keep has absolute paths, and is that of the next start."""
+    monkeypatch.chdir(tmp_path)
+    config = Told.of(RunConfig(name="small"), 32, 5, Path("runs/my recall"), 1).config
+    assert config_changes(from_dict(to_dict(config)), config) == {}
+    assert config.data.datasets[0].path == str(tmp_path / "runs/my recall/data/facts_32/seed_5")
 
 
 def test_every_fact_is_asked_once_and_the_last_sequence_is_filled_up() -> None:

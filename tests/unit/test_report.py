@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pretrain.config.loader import to_yaml
-from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.data.manifest import save_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
@@ -345,7 +345,8 @@ def test_stages_are_marked_where_they_begin(make: Callable[..., Path]) -> None:
 
 
 def test_several_runs_share_their_charts_and_show_what_differs(make: Callable[..., Path]) -> None:
-    short = make("short", config=RunConfig(train=TrainConfig(num_steps=4)))
+    trained = OptimizerConfig(trained_layers=(1,))
+    short = make("short", config=RunConfig(train=TrainConfig(num_steps=4), optimizer=trained))
     long = make("long", config=RunConfig(train=TrainConfig(num_steps=8)))
     dense = make("dense", rows=[row for row in ROWS if "memory" not in row], config=RunConfig(seed=7))
     html = page(read_runs([short, long, dense]))
@@ -364,6 +365,9 @@ def test_several_runs_share_their_charts_and_show_what_differs(make: Callable[..
     assert cells[at : at + 4] == ["train.num_steps", "4", "8", "100"]
     assert "train.sequence_length" not in cells
     assert "seed" in cells
+    # As a configuration has them.
+    at = cells.index("optimizer.trained_layers")
+    assert cells[at : at + 4] == ["optimizer.trained_layers", "[1]", "null", "null"]
 
 
 def test_runs_of_one_name_go_by_their_paths(make: Callable[..., Path]) -> None:

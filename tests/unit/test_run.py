@@ -69,7 +69,14 @@ def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
             replace(CONFIG, model=replace(CONFIG.model, implementation="transformer_engine")),
             ["model.implementation: local -> transformer_engine"],
         ),
-        (replace(CONFIG, data=replace(CONFIG.data, seed=4)), ["data.seed: None -> 4"]),
+        (replace(CONFIG, data=replace(CONFIG.data, seed=4)), ["data.seed: null -> 4"]),
+        (
+            replace(CONFIG, data=replace(CONFIG.data, datasets=(DatasetEntry("/data/a, b", name="null"),))),
+            [
+                "data.datasets: [{path: /some, weight: 1.0, name: null, epochs: null}] -> "
+                "[{path: '/data/a, b', weight: 1.0, name: 'null', epochs: null}]"
+            ],
+        ),
         (replace(CONFIG, model=replace(CONFIG.model, rotary_base=50)), ["model.rotary_base: 10000 -> 50"]),
         (
             replace(CONFIG, train=replace(CONFIG.train, sequence_length=64, kernels="naive")),
@@ -212,7 +219,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     for name, result in results.items():
         monkeypatch.setattr(run_module, name, parts.call(name, result))
     monkeypatch.setattr(run_module, "agreed_checkpoint", lambda folder, check_hashes: (parts.saved, []))
-    monkeypatch.setattr(run_module, "_refuse_taken_names", lambda *_: None)
+    monkeypatch.setattr(run_module, "done_by_main", lambda work: work())
     return parts
 
 

@@ -12,8 +12,9 @@ from tools.vocabulary import with_vocabulary
 
 
 def add_configs(parser: argparse.ArgumentParser) -> None:
-    """Adds what `load_configs` reads."""
+    """Adds what `load_configs` reads; overrides that come after the options end up in `overrides`."""
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
+    parser.set_defaults(overrides=[])
     add_stage(parser)
     add_vary(parser)
     add_rounds(parser)
@@ -67,7 +68,7 @@ def with_given_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
 
 def load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
     """The configurations by name, with overrides and with each value of `--vary`."""
-    overrides = [word for word in args.configs if "=" in word]
+    overrides = [*(word for word in args.configs if "=" in word), *args.overrides]
     paths = [word for word in args.configs if "=" not in word]
     if not paths or args.rounds < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds of at least 1")

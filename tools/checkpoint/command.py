@@ -179,9 +179,15 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
 def opened(path: Path, step: int | None = None, config: Path | None = None) -> OpenedCheckpoint:
     """A checkpoint of whatever format; `config` is the file with the configuration of one that has none."""
     from pretrain.config.stages import load_config
+    from pretrain.convert.paths import config_at
+
+    # What is missing is told before torch is imported, which takes seconds.
+    config_at(path, step)
+    given = None if config is None else load_config(config)
+
     from pretrain.convert.registry import open_checkpoint
 
-    return open_checkpoint(path, step, None if config is None else load_config(config))
+    return open_checkpoint(path, step, given)
 
 
 def size_in_bytes(text: str) -> int:

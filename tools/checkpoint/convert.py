@@ -7,22 +7,20 @@ import resource
 import sys
 import time
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pretrain.config.schema import ParallelConfig
-from pretrain.convert.convert import Resources, convert
-from pretrain.convert.format import Target
 from pretrain.convert.names import HUGGINGFACE, NATIVE
-from pretrain.convert.registry import FORMATS
+from pretrain.convert.paths import check_destination
+from pretrain.convert.resources import Resources
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
-"""By the name that a person gives; None: as they are."""
+if TYPE_CHECKING:
+    import torch
 
 TABLE_BITS = {"int8": 8, "int4": 4, None: None}
 """By the name that a person gives; None: as weights."""
@@ -34,17 +32,24 @@ def run(args: argparse.Namespace) -> int:
     layout = ParallelConfig(
         tensor=args.tensor, pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, memory=args.memory
     )
+    check_destination(args.destination)
+    _refuse_options_without_effect(args)
     source = opened(args.source, args.step, args.config)
+
+    # These import torch.
+    from pretrain.convert.convert import convert
+    from pretrain.convert.format import Target
+    from pretrain.convert.registry import FORMATS
+
     kind = FORMATS[args.format]
     can_hold = kind.holds_optimizer
     if args.with_optimizer and not (can_hold and source.optimizer_state):
         lacking = f"{source.path} has" if can_hold else f"the format {kind.name} holds"
         raise ConfigError(f"--with-optimizer: {lacking} no optimizer state here: leave it out to convert the weights")
-    _refuse_options_without_effect(args)
     target = Target(
         layout=layout,
         with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
-        dtype=DTYPES[args.dtype],
+        dtype=dtype_named(args.dtype),
         max_file_bytes=args.max_file_size,
         table_bits=TABLE_BITS[args.tables],
     )
@@ -65,8 +70,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype that a person names; None: as the weights are."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[name]
+
+
 def warn_of_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
     """Say where transformers reads a folder's tokenizer another way than training did, if it has one."""
+    from pretrain.convert.registry import FORMATS
+
     if tokenizer is None or not FORMATS[HUGGINGFACE].is_at(folder):
         return
     from pretrain.convert.huggingface.tokenizer_check import tokenizer_difference

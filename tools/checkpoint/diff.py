@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.convert.compare import Counter, differences
-from pretrain.convert.convert import Resources
+from pretrain.convert.paths import config_at
+from pretrain.convert.resources import Resources
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
@@ -17,7 +17,12 @@ _DIFFERENT = 1
 def run(args: argparse.Namespace) -> int:
     """Compare two checkpoints; 0 only if they are equal."""
     resources = Resources(args.workers, args.max_memory)
+    config_at(args.second, None)
     first, second = opened(args.first), opened(args.second)
+
+    # It imports torch.
+    from pretrain.convert.compare import Counter, differences
+
     names = [*first.weights, *(name for name in second.weights if name not in first.reader.tensors)]
     if not args.weights_only:
         states = dict.fromkeys([*first.optimizer_state, *second.optimizer_state])

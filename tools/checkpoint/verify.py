@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel.refusals import in_words
 from pretrain.checkpoint.folder import list_checkpoints
-from pretrain.convert.convert import Resources
-from pretrain.convert.format import OpenedCheckpoint
-from pretrain.convert.verify import problems_of
+from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError
 from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words
+
+if TYPE_CHECKING:
+    from pretrain.convert.format import OpenedCheckpoint
 
 _MOST_TOLD = 20
 
@@ -49,6 +51,8 @@ def _verify(checkpoint: OpenedCheckpoint, resources: Resources, *, finite: bool)
     Raises:
         CheckpointError: it is not; what is wrong was printed.
     """
+    from pretrain.convert.verify import problems_of
+
     with Phases() as phases:
         problems = problems_of(checkpoint, resources, finite=finite, on_start=phases.start)
     if problems:

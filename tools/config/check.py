@@ -12,7 +12,7 @@ from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.held import HeldBytes, held_bytes
-from pretrain.run.folder import RunFolder
+from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.parsers import add_config
 from tools.ranks import add_device, ranks_for_stages
@@ -60,7 +60,7 @@ def run_check(args: argparse.Namespace) -> int:
         )
     stages = load_stages(args.config, args.overrides)
     num_ranks = args.ranks if args.elsewhere else args.ranks or ranks_for_stages(stages)
-    folder = RunFolder(args.run_dir or Path("runs") / stages[0].name)
+    folder = RunFolder(args.run_dir or default_run_folder(stages[0].name))
     checked, choices = [], []
     for config in stages:
         with naming_stage(config):

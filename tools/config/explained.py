@@ -13,7 +13,7 @@ from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import dump_scalar, dump_yaml
+from pretrain.config.source import dump_inline, dump_yaml
 from pretrain.config.stages import StageEntry
 
 _WIDTH = 100
@@ -27,7 +27,7 @@ def key_lines() -> Iterator[str]:
             default = {None: ", default null", (): ", default []"}.get(doc.default, "")
             yield f"\n{doc.key}: {doc.type}{default}"
         else:
-            default = "required" if doc.default is MISSING else f"default {dump_scalar(doc.default)}"
+            default = "required" if doc.default is MISSING else f"default {dump_inline(doc.default)}"
             yield f"{doc.key}: {doc.type}, {default}"
         condition = f" Only where {doc.effective_when}." if doc.effective_when else ""
         yield from textwrap.wrap(doc.doc + condition, _WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -59,4 +59,4 @@ def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], sile
             yield f"{indent}{item.name}:"
             yield textwrap.indent(dump_yaml(plain).rstrip(), f"{indent}  ")
         else:
-            yield f"{indent}{item.name}: {'[]' if value == () else dump_scalar(value)}"
+            yield f"{indent}{item.name}: {dump_inline(value)}"

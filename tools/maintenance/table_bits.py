@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import ParallelConfig
-from pretrain.convert.convert import Resources, convert
+from pretrain.convert.convert import convert
 from pretrain.convert.format import Target
 from pretrain.convert.names import HUGGINGFACE
 from pretrain.convert.registry import FORMATS, open_checkpoint
+from pretrain.convert.resources import Resources
 from tools.checkpoint.convert import TABLE_BITS
 
 _BYTES = 2**32

@@ -35,7 +35,7 @@ from pretrain.planning.costs.layouts import Estimate, estimate, estimates_of, po
 from pretrain.progress import Progress
 from tools.parsers import add_command, add_config, add_stage
 from tools.plan.report import as_json, details, table
-from tools.vocabulary import check_has_vocabulary
+from tools.vocabulary import with_vocabulary_of_data
 
 _EPILOG = """\
 examples:
@@ -133,7 +133,7 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
     Raises:
         ConfigError: nothing fits, or the configuration cannot be planned.
     """
-    check_has_vocabulary(config, args.config)
+    config = with_vocabulary_of_data(config, args.config)
     # Whatever of it has nothing to do with its layout must be right.
     kernels = config.train.kernels if config.train.kernels == "naive" else "auto"
     validate(replace(config, train=replace(config.train, kernels=kernels)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pretrain.config.source import dump_inline
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended
@@ -67,7 +68,7 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
     division = Division.of(best.config, num_gpus)
     yield ""
     yield "Recommended, as the smallest within 5 % of the fastest: " + " ".join(
-        f"{key}={_yaml(value)}" for key, value in best.overrides.items()
+        f"{key}={dump_inline(value)}" for key, value in best.overrides.items()
     )
     yield f"{division.num_microbatches} microbatches per step and rank; the numbers are of one GPU."
     yield ""
@@ -176,7 +177,3 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
             {"part": part.value, "seconds": seconds, "remedy": remedy} for part, seconds, remedy in time.memory_costs
         ],
     }
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from pretrain.config.loader import flat, to_dict
+from pretrain.config.loader import flat, shown_at, to_dict
 from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
 from tools.report.charts import Key, Line, Mark, chart, colour_of, shade_of
@@ -319,7 +319,7 @@ def _differences(runs: Sequence[RunRecord]) -> Section:
     configured = [run for run in runs if run.config is not None]
     leaves = [flat(to_dict(run.config)) for run in configured]
     keys = sorted({name for of_run in leaves for name in of_run})
-    rows = [(name, [str(of_run.get(name, "not set")) for of_run in leaves]) for name in keys]
+    rows = [(name, [shown_at(name, of_run) for of_run in leaves]) for name in keys]
     different = [(name, values) for name, values in rows if len(set(values)) > 1]
     if len(configured) > 1 and not different:
         return Section("Configurations", words="They are the same.")

@@ -23,6 +23,7 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
+from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.rows import numbered_rows
 from pretrain.train.health.memories import Finding, findings
 from tools.run_status import Standing, standing_of
@@ -135,6 +136,7 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         ConfigError: there is no such run, it has no metrics yet, or they are damaged.
     """
+    refuse_configuration(path)
     if path.is_file():
         return RunRecord(path.stem, read_metrics_file(path))
     if not path.is_dir():

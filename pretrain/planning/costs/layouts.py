@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pretrain.config.keys import ineffective_fields
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.table_gradients import settled
@@ -84,7 +85,9 @@ class Estimate:
             keys["parallel.pipeline_layout"] = layout.pipeline_layout
         if self.config.model.memory is not None and table_update(self.config.optimizer) is ADAMW:
             keys["optimizer.value_offload"] = self.config.optimizer.value_offload
-        return keys
+        # A file that says what nothing reads is refused: parallel.memory of a dense model.
+        silent = {each.key for each in ineffective_fields(self.config)}
+        return {key: value for key, value in keys.items() if key not in silent}
 
 
 def estimate(config: RunConfig, num_ranks: int, hardware: Hardware) -> Estimate:

@@ -16,6 +16,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
 from tools import cli
+from tools.bench.arguments import load_configs
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -337,3 +338,32 @@ def test_bytes_per_parameter_follow_the_optimizer(
     assert cli.main(["config", "show", str(REPOSITORY / "configs" / "quickstart.yaml"), *sizes, *overrides]) == 0
     shown = capsys.readouterr().out.partition("# bytes per parameter, of weight + gradient + optimizer's state:\n")[2]
     assert tuple(line.removeprefix("#   ") for line in shown.partition("\n\n")[0].splitlines()) == lines
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("train", "--nproc 2"),
+        ("config check", "--ranks 2"),
+        ("plan", "--gpus 8 --gpu h100-80g"),
+        ("dryrun", "--world-size 8"),
+        ("study bench step", "--nproc 2"),
+        ("bench step", "--rounds 1"),
+        ("study bench generate", "--tokens 3"),
+        ("study bench updates", "--vary seed=1,2"),
+        ("study compare", "--nproc 2"),
+        ("study recall", "--nproc 2"),
+        ("study probe", "--nproc 2"),
+    ],
+)
+def test_overrides_stand_on_either_side_of_options(command: str, option: str) -> None:
+    args = cli.build_parser().parse_args([*command.split(), "a.yaml", "seed=3", *option.split(), "optimizer.lr=1e-4"])
+    words = [*getattr(args, "configs", getattr(args, "words", ())), *args.overrides]
+    assert [word for word in words if "=" in word] == ["seed=3", "optimizer.lr=1e-4"]
+
+
+def test_late_overrides_of_a_benchmark_count(config_file: Path) -> None:
+    config_file.write_text("model: {vocab_size: 300}\ntrain: {num_steps: 7}")
+    words = ["bench", "step", str(config_file), "train.num_steps=8", "--rounds", "1", "train.num_steps=9"]
+    (config,) = load_configs(cli.build_parser().parse_args(words)).values()
+    assert config.train.num_steps == 9

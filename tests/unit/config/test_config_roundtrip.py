@@ -16,7 +16,7 @@ from megamem.config_base import FieldSpec, field_specs
 from pretrain.config.keys import ineffective_fields, variants_of
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import Layer, dump_scalar, parse_yaml
+from pretrain.config.source import Layer, dump_inline, parse_yaml, to_plain
 from pretrain.config.stages import load_config
 from tests.plain_config import parse_config
 from tools.config.explained import explained_lines
@@ -170,13 +170,21 @@ def leaves(value: Any, key: str) -> list[tuple[str, str]]:
         return [leaf for index, child in enumerate(value) for leaf in leaves(child, f"{key}.{index}")]
     if isinstance(value, dict | list):
         return [(key, "{}" if isinstance(value, dict) else "[]")]
-    return [(key, dump_scalar(value))]
+    return [(key, dump_inline(value))]
+
+
+@settings(deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), TEXT | TRICKY_TEXT | FLOATS | st.none() | st.booleans())))
+def test_lists_stand_on_one_line_and_mean_the_same(value: Any) -> None:
+    text = dump_inline([value, value])
+    assert "\n" not in text
+    assert to_plain(parse_yaml(text, "x", Layer.FILE)) == yaml.safe_load(text) == [value, value]
 
 
 @settings(deadline=None)
 @given(TEXT | TRICKY_TEXT | FLOATS | st.integers() | st.booleans() | st.none())
 def test_scalars_mean_the_same_to_us_and_to_other_readers(value: Any) -> None:
-    text = dump_scalar(value)
+    text = dump_inline(value)
     parsed = parse_yaml(text, "x", Layer.FILE).value
     assert parsed == value
     assert type(parsed) is type(value)

@@ -244,7 +244,7 @@ def test_the_data_have_a_seed_of_their_own_where_one_is_set(
 
     config = replace(RunConfig(), seed=run_seed, data=DataConfig(datasets=(make(tmp_path),), seed=data_seed))
     monkeypatch.setattr(run_module, "_checkpoint_to_go_on_from", lambda *arguments, **options: None)
-    monkeypatch.setattr(run_module, "_refuse_taken_names", lambda *_: None)
+    monkeypatch.setattr(run_module, "done_by_main", lambda work: work())
     monkeypatch.setattr(run_module, "build_train_dataset", ask)
     with pytest.raises(Asked) as asked:
         # The data come before anything that needs ranks.

@@ -459,6 +459,36 @@ def test_a_field_may_be_one_of_a_field(tmp_path: Path):
         texts(path, field_name="a.x.c")
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+def test_a_column_may_be_one_of_a_struct(tmp_path: Path, name: str):
+    """A null struct has no text, whatever is stored in its place; other columns and fields stay where they are."""
+    inner = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["deep", "hidden", None, "é"]), pyarrow.array([1, 2, 3, 4])],
+        ["c", "d.e"],
+        mask=pyarrow.array([False, True, False, False]),
+    )
+    columns = {
+        "id": [1, 2, 3, 4],
+        "a": pyarrow.StructArray.from_arrays([inner, pyarrow.array(["p", "q", "r", "s"])], ["b", "d.e"]),
+        "a.b": ["whole", "names", "come", "first"],
+        "l": [[{"t": "x"}]] * 4,
+    }
+    path = (write_parquet if name == "a.parquet" else write_arrow)(tmp_path / name, columns)
+    assert texts(path, field_name="a.b.c") == ["deep", "é"]
+    assert texts(path, field_name="a.d.e") == ["p", "q", "r", "s"]
+    assert texts(path, field_name="a.b") == ["whole", "names", "come", "first"]
+    for field_name, problem in {
+        "a.b.x": r"has no column 'a\.b\.x', only a\.b\.c, a\.b\.d\.e: name one with --field",
+        "a": r"its column 'a' holds struct<.*>, not strings: name a field in it, as in --field a\.b",
+        "a.b.d.e": r"its column 'a\.b\.d\.e' holds int64, not strings: name another",
+        "l.t": r"its column 'l' holds list<.*>, in which nothing has a name",
+        "id.x": r"its column 'id' holds int64, in which nothing has a name",
+        "x.y": r"has no column 'x\.y', only id, a, a\.b, l: name one",
+    }.items():
+        with pytest.raises(DataError, match=problem):
+            texts(path, field_name=field_name)
+
+
 def test_a_line_of_many_keys_takes_as_long_as_it_is(tmp_path: Path):
     """A search for each key among those before it would take 10^10 steps."""
     path = tmp_path / "a.jsonl"

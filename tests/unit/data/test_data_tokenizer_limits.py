@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pretrain.data import tokenizer_limits
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizer_limits import panics_refused
 from pretrain.errors import DataError
@@ -65,6 +66,27 @@ def test_an_expression_that_tries_too_many_ways_is_one_paragraph(
     with pytest.raises(DataError, match=r"The tokenizer cannot take a text .*retry-limit-in-match over"):
         tokenizer.tokenize_batch(["a" * 60 + "b"] * 3)
     assert capfd.readouterr().err == ""
+
+
+def test_a_decoder_whose_expression_tries_too_many_ways_is_one_paragraph(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    replaced = {"type": "Replace", "pattern": {"Regex": "(a|a)*$"}, "content": "x"}
+    decoder = {"type": "Sequence", "decoders": [{"type": "Fuse"}, replaced]}
+    tokenizer = load_tokenizer(written(tmp_path / "tokenizer.json", decoder=decoder))
+    assert tokenizer.detokenize([1]) == "bx"
+    with pytest.raises(DataError, match=r"The tokenizer cannot take a text .*retry-limit-in-match over"):
+        tokenizer.detokenize([*[0] * 60, 1])
+    assert capfd.readouterr().err == ""
+
+
+def test_other_decoders_leave_stderr_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard would cost more than to decode a token does."""
+    plain = load_tokenizer(written(tmp_path / "tokenizer.json", decoder=replacing("b", "B")))
+    expressions = load_tokenizer(written(tmp_path / "tokenizer.json", pre_tokenizer=BACKTRACKING))
+    # Whoever calls it fails.
+    monkeypatch.setattr(tokenizer_limits, "_stderr_into_file", None)
+    assert (plain.detokenize([1]), expressions.detokenize([0, 1])) == ("B", "a b")
 
 
 def test_what_else_is_written_and_raised_meanwhile_stays(capfd: pytest.CaptureFixture[str]) -> None:

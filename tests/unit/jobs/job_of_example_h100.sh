@@ -31,7 +31,7 @@ stop() {
 trap stop USR1 TERM
 
 # What the ranks' libraries read when they start.
-export OMP_NUM_THREADS=12  # cores of a rank
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"  # cores of a rank, if modules say no other
 unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables
 export TRITON_CACHE_DIR=/scratch"/megamem-$UID/triton"  # on the node's disk: ranks would meet in one folder of the home directory
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # tables are few and large: fixed segments would fragment

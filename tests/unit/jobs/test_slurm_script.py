@@ -79,6 +79,33 @@ def test_variables_are_quoted_and_say_why() -> None:
     assert "export A='it'\"'\"'s $HOME'  # a reason" in rendered(VARIANTS["quotes"])
 
 
+@pytest.mark.parametrize(
+    ("before", "said", "threads"),
+    [
+        ({}, None, "12"),
+        ({"OMP_NUM_THREADS": ""}, None, "12"),
+        ({"OMP_NUM_THREADS": "3"}, None, "3"),
+        ({"OMP_NUM_THREADS": "3"}, "5", "5"),
+    ],
+)
+def test_threads_are_the_cores_of_a_rank_unless_somebody_says_others(
+    before: dict[str, str], said: str | None, threads: str
+) -> None:
+    """The profile, before what a module or the site set."""
+    own = () if said is None else (VariableEntry("OMP_NUM_THREADS", "tried", said),)
+    lines = rendered(replace(PLAIN, cpus_per_rank=12, environment=own)).splitlines()
+    (line,) = (line for line in lines if "OMP_NUM_THREADS=" in line)
+    told = subprocess.run(
+        ["bash", "-uc", f"{line}\nprintenv OMP_NUM_THREADS"],
+        env={**before, "PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout.strip() == threads
+
+
 def test_what_a_variant_changes() -> None:
     assert "#SBATCH --nodes=64\n" in rendered(PLAIN)
     assert "#SBATCH --no-kill\n" in rendered(VARIANTS["elastic"])

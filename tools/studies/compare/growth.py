@@ -11,8 +11,10 @@ from typing import Any
 
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.source import dump_inline
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.growth.config import grown_config
 from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from pretrain.run.folder import RunFolder
@@ -24,7 +26,6 @@ from tools.studies.compare.growth_report import GrownFigures, plot, report, tabl
 from tools.studies.compare.key_files import read_keys
 from tools.studies.compare.rules import load_configs, model_figures, overrides_among, with_seed
 from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
-from tools.studies.compare.tuning import in_words
 from tools.vocabulary import with_vocabulary_of
 
 _MEMORY_KEY = "model.memory."
@@ -65,12 +66,12 @@ class Way:
     @cached_property
     def memory_keys(self) -> list[str]:
         """Overrides that make the grown model."""
-        return [f"{key}={in_words(value)}" for key, value in self.keys.items() if key.startswith(_MEMORY_KEY)]
+        return [f"{key}={dump_inline(value)}" for key, value in self.keys.items() if key.startswith(_MEMORY_KEY)]
 
     @cached_property
     def training_keys(self) -> list[str]:
         """Overrides of its training."""
-        return [f"{key}={in_words(value)}" for key, value in self.keys.items() if not key.startswith(_MEMORY_KEY)]
+        return [f"{key}={dump_inline(value)}" for key, value in self.keys.items() if not key.startswith(_MEMORY_KEY)]
 
 
 @dataclass(frozen=True)
@@ -251,13 +252,10 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
     Raises:
         ConfigError: the model cannot be grown so, or a key is wrong.
     """
-    # It imports torch.
-    from pretrain.growth.upscale import grown_config
-
     blocks = way.blocks(base.model.num_layers)
     grown = grown_config(base, blocks, way.memory_keys, name=way.name, origin=base.name)
     trained = [number for number, block in enumerate(blocks, start=1) if block.inserted is not None]
-    continued = [f"{key}={in_words(value)}" for key, value in growth.continued.items()]
+    continued = [f"{key}={dump_inline(value)}" for key, value in growth.continued.items()]
     frozen = [f"optimizer.trained_layers={trained}"] if way.freezes else []
     return from_dict(
         to_dict(grown), f"the grown model {way.name}", [*continued, *way.training_keys, *overrides, *frozen]
@@ -267,10 +265,11 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
 def grow(base: Path, way: Way, seed: int, output: Path) -> None:
     """Write the folder of a run at step 0 whose model is that of a run, grown."""
     # These import torch.
-    from pretrain.convert.convert import Resources, convert
+    from pretrain.convert.convert import convert
     from pretrain.convert.format import Target
     from pretrain.convert.names import NATIVE
     from pretrain.convert.registry import FORMATS, open_checkpoint
+    from pretrain.convert.resources import Resources
     from pretrain.growth.upscale import upscale
     from tools.checkpoint.phases import Phases
 

@@ -9,12 +9,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_inline
 from tools.drawing import NUM_BINS, draw_losses, token_axes
 from tools.metrics import last_values
 from tools.parameter_table import markdown_table
 from tools.studies.compare.rules import TOLERANCE, ModelFigures, inequalities
 from tools.studies.compare.runs import RunResult
-from tools.studies.compare.tuning import Trial, Tuning, in_words
+from tools.studies.compare.tuning import Trial, Tuning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ def trials_table(searches: Mapping[str, Sequence[Trial]]) -> str:
     for name, trials in searches.items():
         best = min(trials, key=lambda trial: trial.loss)
         for number, trial in enumerate(trials, start=1):
-            settings = ", ".join(f"{key}={in_words(value)}" for key, value in trial.changes.items()) or "as shipped"
+            settings = ", ".join(f"{key}={dump_inline(value)}" for key, value in trial.changes.items()) or "as shipped"
             mark = "**" if trial is best else ""
             rows.append((name, str(number), settings, f"{mark}{trial.loss:.4f}{mark}"))
     return markdown_table(("model", "trial", "settings", "validation loss"), rows)

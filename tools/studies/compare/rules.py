@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import DatasetEntry, RunConfig
+from pretrain.config.source import dump_inline
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
@@ -103,7 +104,7 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(f"{entry.path} ({_amount(entry)})" for entry in value) or "empty"
-    return "null" if value is None else str(value)
+    return dump_inline(value)
 
 
 def _amount(entry: DatasetEntry) -> str:

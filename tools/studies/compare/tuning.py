@@ -8,16 +8,14 @@ validation loss decides, of a run that is shorter than the reported ones, from a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.config.keys import all_keys, ineffective_fields, nearest_keys
 from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_inline
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from tools.studies.compare.key_files import read_keys
@@ -143,7 +141,7 @@ class Search:
         return ""
 
     def _load(self, changes: Mapping[str, Any]) -> RunConfig:
-        words = [f"{key}={in_words(value)}" for key, value in changes.items()]
+        words = [f"{key}={dump_inline(value)}" for key, value in changes.items()]
         return load_config(self._path, [*self._overrides, *words])
 
     def reads(self, names: Iterable[str]) -> bool:
@@ -186,7 +184,7 @@ def check_keys(tuning: Tuning, path: Path, searches: Sequence[Search]) -> list[s
                 f"{readers[0].problem(changes_of(key, refused[0]))}"
             )
         if refused:
-            unread.append(f"{key}={in_words(list(refused))}")
+            unread.append(f"{key}={dump_inline(list(refused))}")
     return unread
 
 
@@ -206,11 +204,6 @@ def changes_of(key: str, value: Any) -> dict[str, Any]:
 
 def _names(key: str) -> list[str]:
     return [name.strip() for name in key.split(",")]
-
-
-def in_words(value: Any) -> str:
-    """A value as it stands in an override."""
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
 
 
 def _has(config: RunConfig, key: str) -> bool:

@@ -49,7 +49,7 @@ class Told:
         told = replace(
             config,
             seed=seed,
-            data=DataConfig((DatasetEntry(str(run_dir / "data" / folder)),)),
+            data=DataConfig((DatasetEntry(str((run_dir / "data" / folder).absolute())),)),
             evaluation=replace(config.evaluation, every_steps=0),
         )
         return cls(told, number, run_dir / config.name / folder, num_ranks)
