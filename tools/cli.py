@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megamem import start
+from tools.completion import add_completion
 from tools.parsers import add_command
 
 COMMAND_MODULES = (
@@ -218,6 +219,7 @@ def build_parser() -> SuggestingParser:
         version=", ".join(map(_version, ("megamem", "megatron-core", "torch"))),
         help="show the versions of megamem and its engine, and exit",
     )
+    add_completion(parser, _is_path)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMAND_MODULES:
         importlib.import_module(name).add_parser(subparsers)
@@ -233,6 +235,10 @@ def build_parser() -> SuggestingParser:
         importlib.import_module(name).add_parser(studies)
     parser.studies = tuple(studies.choices)
     return parser
+
+
+def _is_path(action: argparse.Action) -> bool:
+    return action.type is Path or action.metavar in _PATHS
 
 
 def _version(package: str) -> str:
@@ -253,7 +259,7 @@ class SuggestingParser(argparse.ArgumentParser):
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        is_path = action.type is Path or action.metavar in _PATHS
+        is_path = _is_path(action)
         try:
             return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
         except argparse.ArgumentError as error:
