@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from parallel.launch import LaunchError, launch_ranks
 from parallel.ranks import current_ranks
+from tests.patience import patience
 
 T = TypeVar("T")
 
@@ -18,10 +19,12 @@ T = TypeVar("T")
 def launch_within(
     main: Callable[[], T], num_ranks: int, *, timeout_s: float, num_threads: int = 1, **options: Any
 ) -> list[T]:
-    """`launch_ranks`. Ranks that are still there after `timeout_s` are killed, and the error notes where they stood.
+    """`launch_ranks`. Ranks that are still there after `timeout_s`, of an idle machine, are killed, and the error notes
+    where they stood.
 
     Each has one thread, as several test processes share the cores: threads would wait for each other at every barrier.
     """
+    timeout_s *= patience()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel import launch
+from tests.patience import patience
 from tools.cli import main
 
 # Reached only when something hangs.
@@ -133,6 +134,7 @@ class Start(Protocol):
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    deadline_s *= patience()
     give_up_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < give_up_s, f"waited {deadline_s:g} s for {what}"

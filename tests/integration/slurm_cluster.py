@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from parallel.parent_death import signal_on_parent_death
+from tests.patience import patience
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 _NAMESPACES = (
@@ -236,7 +237,12 @@ class Cluster:
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=self._environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S
+            command,
+            env=self._environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S * patience(),
         )
 
     def end_all_jobs(self) -> None:
@@ -253,6 +259,7 @@ class Cluster:
 
     def wait_until(self, condition: Callable[[], object], what: str, deadline_s: float = _PATIENCE_S) -> None:
         """Looks a few times per second; fails when a daemon has ended, or after the deadline."""
+        deadline_s *= patience()
         give_up_s = time.monotonic() + deadline_s
         while not condition():
             ended = [name for name, process in self._daemons.items() if process.poll() is not None]

@@ -34,6 +34,7 @@ from pretrain.data.sources import BadDocumentLog, Record
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[3]
 
@@ -507,7 +508,7 @@ if __name__ == "__main__":
 
 
 def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * patience()
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.05)
