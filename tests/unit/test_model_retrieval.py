@@ -89,6 +89,19 @@ def test_the_first_stage_bounds_the_second(problem: Problem, row_top_k: int, top
     assert torch.equal(found.entries, candidates.flatten(2).topk(top_k, dim=-1).indices)
 
 
+@pytest.mark.parametrize(("keys", "top_k"), [(234, 64), (100, 32)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_first_stage_costs_what_the_page_says(keys: int, top_k: int, seed: int) -> None:
+    """Random keys and cores, as at first: pairs whose scores are both negative score well together, and are not kept."""
+    problem = draw(tokens=16, heads=1, keys=keys, seed=seed)
+    found = problem.retrieve(row_top_k=top_k, top_k=top_k)
+    best = problem.full_grid().sum(2).flatten(2).topk(top_k, dim=-1)
+    share_found = (found.entries.unsqueeze(-1) == best.indices.unsqueeze(-2)).any(-1).double().mean()
+    share_of_scores = found.scores.sum() / best.values.sum()
+    assert 0.35 < share_found < 0.65
+    assert 0.75 < share_of_scores < 0.95
+
+
 def test_rank_one_cores_make_the_first_stage_exact() -> None:
     """u and v then rank rows and columns as the grid does, so for positive scores nothing outside of the kept ones can
     win.
