@@ -31,7 +31,10 @@ _SIGNS = " \"'\\#$`;&|%=,:()<>[]{}*?~!-+@^/.aZ0é\u2013漢"
 def text_without(letters: str = "") -> st.SearchStrategy[str]:
     dense = st.sampled_from([sign for sign in _SIGNS if sign not in letters])
     others = st.characters(exclude_categories=(*_UNPRINTABLE, "Zs"), exclude_characters=letters)
-    return st.text(dense, min_size=1, max_size=12) | st.text(others, min_size=1, max_size=12)
+    plain = st.text("aZ0_", min_size=1, max_size=4)
+    # Plain words with one sign between them: of many signs another one asks for the quotes.
+    one = st.builds("{}{}{}".format, plain, dense, plain)
+    return st.text(dense, min_size=1, max_size=12) | st.text(others, min_size=1, max_size=12) | one
 
 
 TEXT = text_without()
