@@ -96,7 +96,9 @@ def straight(staged_file: Path, tmp_path_factory: pytest.TempPathFactory, megame
 
 
 class EndOfRank(Callback):
-    """Sends this rank a signal: within a step, after it, or when the stage opens in which the run takes it."""
+    """Sends this rank a signal: within a step, after it, when the stage opens in which the run takes it, or when that has
+    ended with it.
+    """
 
     def __init__(self, step: int, moment: str, number: int) -> None:
         self._step, self._moment, self._number = step, moment, number
@@ -110,6 +112,10 @@ class EndOfRank(Callback):
         if self._moment == "after" and run.state.step == self._step:
             self._send()
         self._arm(run)
+
+    def on_end(self, run: Run) -> None:
+        if self._moment == "ended" and run.state.step == self._step:
+            self._send()
 
     def _arm(self, run: Run) -> None:
         """Arm the signal in the middle of the step: after its first microbatch went forward."""
@@ -152,7 +158,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
             path, done = tmp_path / f"run_{num_runs}", 0
         step = min(draw.choice([draw.randint(done + 1, done + 4), *(end for end in ENDS if end > done)]), ENDS[-1])
         number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
-        end = EndOfRank(step, draw.choice(("opened", "within", "after")), number)
+        end = EndOfRank(step, draw.choice(("opened", "within", "after", "ended")), number)
         rank = draw.choice((0, 1))
         result = megamem(
             "train", staged_file, "--nproc", 2, "--run-dir", path, before=partial(with_callback, end, rank)
@@ -288,10 +294,10 @@ def test_a_run_without_stages_goes_on_from_another_one(
 def test_the_past_of_a_run_stays_and_its_future_may_change(
     straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
-    """Asked to stop in the last step of a stage, it stops there, and not in the next one."""
+    """Asked to stop at the end of a stage, it stops there, and not in the next one."""
     run = tmp_path / "run"
     train = ("train", staged_file, "--nproc", 2, "--run-dir", run)
-    result = megamem(*train, before=partial(with_callback, EndOfRank(6, "after", signal.SIGTERM), 1))
+    result = megamem(*train, before=partial(with_callback, EndOfRank(6, "ended", signal.SIGTERM), 1))
     assert result.code == 75, result.output
     assert "stopped at step 6 of 14 as asked, at the end of a stage" in " ".join(result.output.split())
     recorded = (run / "stages.yaml").read_bytes()
