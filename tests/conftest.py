@@ -73,11 +73,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _several_chunks() -> None:
+def _several_chunks() -> Iterator[None]:
     """Make every test reach a second chunk of what is done in chunks."""
-    from tests.small_chunks import make_chunks_small
+    from tests.small_chunks import CHUNKS, small
 
-    make_chunks_small()
+    with small(CHUNKS):
+        yield
 
 
 @pytest.fixture(scope="session")

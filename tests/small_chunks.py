@@ -7,9 +7,14 @@ are not among these: commands in processes of their own, of Slurm's, would add u
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-CHUNKS = {
-    "kernels.common.slices": {"_SLICE_ELEMENTS": 100},
+import pytest
+
+Chunks = Mapping[str, Mapping[str, int]]
+
+CHUNKS: Chunks = {
     "pretrain.checkpoint.hashes": {"_READ_BYTES": 1000},
     "pretrain.checkpoint.store.lazy_tensor": {"_SPAN_BYTES": 1000, "_WORTH_A_SEEK_BYTES": 30},
     "pretrain.convert.huggingface.quantised": {"_ELEMENTS_AT_A_TIME": 30},
@@ -19,21 +24,29 @@ CHUNKS = {
     "pretrain.data.manifest": {"_BYTES_AT_ONCE": 1000},
     "pretrain.data.quantise": {"_DISTANCES_AT_A_TIME": 1000},
     "pretrain.data.workers": {"_MAX_BATCH_RECORDS": 3},
-    "pretrain.engine.bf16_gradients": {"_WINDOW_ELEMENTS_ON_CPU": 600},
-    "pretrain.engine.replica_rows": {"_WINDOW_ELEMENTS_ON_CPU": 600},
-    "pretrain.engine.stored_tables": {"_ROWS_AT_A_TIME": 50},
     "pretrain.evaluation.analysis.deciles": {"_TOKENS_AT_ONCE": 50},
     "pretrain.evaluation.analysis.ngrams": {"_NGRAMS_AT_ONCE": 5},
     "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
+}
+"""Constants by module, and what they are in all tests."""
+
+OF_STEPS: Chunks = {
+    "kernels.common.slices": {"_SLICE_ELEMENTS": 100},
+    "pretrain.engine.bf16_gradients": {"_WINDOW_ELEMENTS_ON_CPU": 600},
+    "pretrain.engine.replica_rows": {"_WINDOW_ELEMENTS_ON_CPU": 600},
+    "pretrain.engine.stored_tables": {"_ROWS_AT_A_TIME": 50},
     "pretrain.train.health.replicas": {"PART_ELEMENTS": 100},
 }
-"""Constants by module, and what they are in tests."""
+"""Those of a training step, small in tests of ranks alone: dry runs take steps with tables of their full size."""
 
 
-def make_chunks_small() -> None:
+@contextmanager
+def small(chunks: Chunks) -> Iterator[None]:
     """Set the constants in this process, from which ranks and commands are forked."""
-    for name, constants in CHUNKS.items():
-        module = importlib.import_module(name)
-        for constant, size in constants.items():
-            assert getattr(module, constant) >= size, f"{name}.{constant} is small already"
-            setattr(module, constant, size)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, constants in chunks.items():
+            module = importlib.import_module(name)
+            for constant, size in constants.items():
+                assert getattr(module, constant) > size, f"{name}.{constant} is small already"
+                patch.setattr(module, constant, size)
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from parallel.launch import RanksInterrupted
 from parallel.ranks import current_ranks
 from tests.deadline import launch_within
+from tests.small_chunks import OF_STEPS, small
 from tests.warm import import_kernels_and_layers
 
 T = TypeVar("T")
@@ -31,6 +32,13 @@ class RunRanks(Protocol):
     """Type of the `run_ranks` fixture."""
 
     def __call__(self, fn: Callable[[], T], num_ranks: int, timeout_s: float = 120) -> list[T]: ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _several_chunks_of_a_step() -> Iterator[None]:
+    """Make every step reach a second window."""
+    with small(OF_STEPS):
+        yield
 
 
 @pytest.fixture(scope="session")
