@@ -124,7 +124,7 @@ def test_a_drawn_model_on_a_drawn_layout_trains_as_on_one_rank(run_ranks: Callab
 
 
 def difference(of_one: Any, of_ranks: list[Any], *, loosely: bool) -> str:
-    """What is wrong with a run on several ranks; empty: nothing."""
+    """Problem of a run on several ranks; empty: there is none."""
     for found in (of_one, *of_ranks):
         if isinstance(found, str):
             return found
