@@ -161,10 +161,8 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
 def _result(record: Record, documents: list[Document], reason: str | None, tokenizer: Tokenizer) -> TokenizedRecord:
     """Result of a record. A text that ends in its middle is bad: there are as many ends as documents."""
     if any((document.ids[:-1] == tokenizer.eod).any() for document in documents):
-        documents, remedy = (
-            [],
-            ", or leave --special-tokens out" if tokenizer.special_tokens and tokenizer.chat is None else "",
-        )
+        documents = []
+        remedy = ", or leave --special-tokens out" if tokenizer.special_tokens and tokenizer.chat is None else ""
         reason = (
             f"its text becomes the token {tokenizer.eod_token}, which ends documents: name another end with --eod-token"
             f"{remedy}"

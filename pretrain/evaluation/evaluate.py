@@ -63,8 +63,46 @@ def evaluate(
     Raises:
         EvaluationStopped: `stopped` said so.
     """
-    streams, passes = passes_over(held_out, chunks, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
     num_domains = len(held_out.domains) if len(held_out.domains) > 1 else 0
+    losses = summed_losses(
+        chunks,
+        held_out,
+        groups,
+        sequence_length=held_out.sequence_length,
+        num_domains=num_domains,
+        micro_batch_size=micro_batch_size,
+        pipeline=pipeline,
+        progress=progress,
+        stopped=stopped,
+    )
+    whole = Domain("", held_out.num_target_tokens, held_out.num_bytes)
+    of_all, *of_domains = map(_evaluation, losses, (whole, *held_out.domains)[: len(losses)])
+    names = [domain.name for domain in held_out.domains][:num_domains]
+    return replace(of_all, by_domain=dict(zip(names, of_domains, strict=True)))
+
+
+def summed_losses(
+    chunks: Sequence[Chunk],
+    dataset: SampleSource,
+    groups: ParallelGroups,
+    *,
+    sequence_length: int,
+    num_domains: int,
+    micro_batch_size: int,
+    pipeline: int,
+    progress: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[LossSum]:
+    """Summed losses of all samples, and then those of each domain, every sample once. Collective.
+
+    Args:
+        num_domains: numbers that samples have as `domains`; 0: they have none.
+        micro_batch_size, pipeline, progress, stopped: see `evaluate`.
+
+    Raises:
+        EvaluationStopped: `stopped` said so.
+    """
+    streams, passes = passes_over(dataset, chunks, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
     losses = [LossSum(0.0, 0.0)] * (1 + num_domains)
     shown = progress and groups.is_main
     with Progress("evaluating", total=len(passes), leave=False) if shown else nullcontext() as bar:
@@ -77,7 +115,7 @@ def evaluate(
                 groups,
                 num_microbatches=num_microbatches,
                 micro_batch_size=micro_batch_size,
-                sequence_length=held_out.sequence_length,
+                sequence_length=sequence_length,
                 num_domains=num_domains,
             )
             losses = [
@@ -86,10 +124,7 @@ def evaluate(
             ]
             if bar is not None:
                 bar.update(1)
-    whole = Domain("", held_out.num_target_tokens, held_out.num_bytes)
-    of_all, *of_domains = map(_evaluation, losses, (whole, *held_out.domains)[: len(losses)])
-    names = [domain.name for domain in held_out.domains][:num_domains]
-    return replace(of_all, by_domain=dict(zip(names, of_domains, strict=True)))
+    return losses
 
 
 def passes_over(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from parallel.groups import ParallelGroups
 from pretrain.data.one_text import TextWindows
 from pretrain.engine.build import Chunk
-from pretrain.engine.step import evaluation_loss
-from pretrain.evaluation.evaluate import passes_over
+from pretrain.evaluation.evaluate import summed_losses
 
 
 def log_probabilities(
@@ -22,18 +21,14 @@ def log_probabilities(
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
     """
-    streams, passes = passes_over(text, chunks, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
-    found = [0.0] * text.num_tokens
-    for num_microbatches in passes:
-        loss = evaluation_loss(
-            chunks,
-            streams,
-            groups,
-            num_microbatches=num_microbatches,
-            micro_batch_size=micro_batch_size,
-            sequence_length=text.sequence_length,
-            num_domains=text.num_tokens,
-        )
-        # Every token is in one pass.
-        found = [before - now.nats for before, now in zip(found, loss.by_domain, strict=True)]
-    return found
+    _, *of_tokens = summed_losses(
+        chunks,
+        text,
+        groups,
+        sequence_length=text.sequence_length,
+        num_domains=text.num_tokens,
+        micro_batch_size=micro_batch_size,
+        pipeline=pipeline,
+    )
+    # Every token is in one pass. A loss of 0 has no sign.
+    return [0.0 - loss.nats for loss in of_tokens]

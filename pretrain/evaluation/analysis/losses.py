@@ -14,9 +14,9 @@ from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.data.held_out import HeldOutDataset
-from pretrain.engine.step import LossSum, evaluation_loss
+from pretrain.engine.step import LossSum
 from pretrain.evaluation.analysis.deciles import NUM_BINS
-from pretrain.evaluation.evaluate import evaluate, passes_over
+from pretrain.evaluation.evaluate import evaluate, summed_losses
 
 
 class _ByBin(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -41,25 +41,16 @@ def losses_by_bin(
     groups: ParallelGroups,
 ) -> list[LossSum]:
     """Summed nats and number of held-out targets of each bin, and of those that are in none. Collective."""
-    windows = _ByBin(held_out, bin_of)
-    sizes: dict[str, int] = {"micro_batch_size": config.train.micro_batch_size}
-    streams, passes = passes_over(windows, chunks, groups, **sizes, pipeline=config.parallel.pipeline)
-    sums = [LossSum(0.0, 0.0)] * (NUM_BINS + 1)
-    for num_microbatches in passes:
-        loss = evaluation_loss(
-            chunks,
-            streams,
-            groups,
-            num_microbatches=num_microbatches,
-            sequence_length=held_out.sequence_length,
-            num_domains=NUM_BINS + 1,
-            **sizes,
-        )
-        sums = [
-            LossSum(before.nats + now.nats, before.num_tokens + now.num_tokens)
-            for before, now in zip(sums, loss.by_domain, strict=True)
-        ]
-    return sums
+    _, *of_bins = summed_losses(
+        chunks,
+        _ByBin(held_out, bin_of),
+        groups,
+        sequence_length=held_out.sequence_length,
+        num_domains=NUM_BINS + 1,
+        micro_batch_size=config.train.micro_batch_size,
+        pipeline=config.parallel.pipeline,
+    )
+    return of_bins
 
 
 def losses_without_layers(
