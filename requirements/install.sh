@@ -51,7 +51,10 @@ touch "$records/unfinished"
 echo "Installing the packages of requirements/lock.txt${extras:+ with $extras}, and megatron-core of $pin (a minute or so; more where torch has to be downloaded)."
 { cat "$pin" && grep -v '^megatron-core==' requirements/lock.txt; } >"$records/constraints.txt"
 # By the environment, because an option would not hold for what builds packages.
-PIP_CONSTRAINT=$records/constraints.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e ".${extras:+[$extras]}"
+PIP_CONSTRAINT=$records/constraints.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e ".${extras:+[$extras]}"
+# On all cores, where pip takes one. Not left to the first imports, which write nothing where PYTHONDONTWRITEBYTECODE is set, as in many
+# containers: every start would compile torch anew, and this project. Files that are no Python stay as they are.
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" kernels megamem parallel pretrain slurm tools >/dev/null || true
 "$venv/bin/python" -m pip check --disable-pip-version-check >/dev/null || "$venv/bin/python" -m pip check
 touch "$records/$name-$key"
 rm "$records/unfinished"

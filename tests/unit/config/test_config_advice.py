@@ -50,7 +50,7 @@ def test_parts_of_rows_leave_wider_columns() -> None:
 )
 def test_a_warm_up_that_takes_the_whole_run_is_told(keys: str, is_told: bool) -> None:
     """As the rates of the last steps are: whoever reads the note finds `lr` there."""
-    config = load_config(CONFIGS / "quickstart.yaml", keys.split())
+    config = load_config(CONFIGS / "quickstart_long.yaml", keys.split())
     sentences = list(advice(config, on_gpu=False))
     assert bool(sentences) == is_told
     if is_told:
@@ -64,7 +64,7 @@ def test_a_warm_up_that_takes_the_whole_run_is_told(keys: str, is_told: bool) ->
 def test_a_stage_is_told_of_its_own_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "stages.yaml"
     path.write_text(
-        f"base: {CONFIGS / 'quickstart.yaml'}\nstages:\n"
+        f"base: {CONFIGS / 'quickstart_long.yaml'}\nstages:\n"
         "  - {name: first, num_steps: 100}\n  - {name: short, num_steps: 30}\n"
     )
     assert cli.main(["config", "check", str(path), "--elsewhere"]) == 0
@@ -72,6 +72,8 @@ def test_a_stage_is_told_of_its_own_steps(tmp_path: Path, capsys: pytest.Capture
     assert "none of the 30 steps to fall in" in note
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_dense", "ultramemv2/227m_1.2b", "memory_plus/2.5b_25b"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "quickstart_dense", "quickstart_long", "ultramemv2/227m_1.2b", "memory_plus/2.5b_25b"]
+)
 def test_nothing_is_said_of_what_is_well(name: str) -> None:
     assert not list(advice(load_config(CONFIGS / f"{name}.yaml")))
