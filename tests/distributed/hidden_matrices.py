@@ -11,12 +11,15 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 
-WHOLE = {"linear_proj", "linear_fc2", "query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate"}
+OF_LATENTS = {"linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"}
+OF_MEMORIES = {"query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate"}
+WHOLE = {"linear_proj", "linear_fc2", *OF_LATENTS, *OF_MEMORIES}
+SEVERAL = {"linear_qkv", "linear_fc1", "linear_kv_down_proj", "linear_kv_up_proj", "expansion"}
 
 
 def is_matrix(name: str) -> bool:
     """True if a parameter of this name consists of hidden matrices."""
-    return name.removesuffix(".weight").rpartition(".")[2] in {"linear_qkv", "linear_fc1", *WHOLE}
+    return name.removesuffix(".weight").rpartition(".")[2] in WHOLE | SEVERAL
 
 
 def matrices_in(name: str, weight: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -30,6 +33,17 @@ def matrices_in(name: str, weight: Tensor, model: ModelConfig) -> list[Tensor]:
         return [by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1]]
     if part == "linear_fc1":
         return list(weight.chunk(2))
+    if part == "linear_kv_down_proj":
+        assert model.latent_attention is not None
+        return list(weight.split((model.latent_attention.latent_dim, model.latent_attention.rotary_dim)))
+    if part == "linear_kv_up_proj":
+        # Of each head its key but for what is rotated, and its value.
+        assert model.latent_attention is not None
+        by_head = weight.view(model.num_attention_heads, -1, weight.shape[1])
+        return list(by_head.split((by_head.shape[1] - model.attention_head_dim, model.attention_head_dim), 1))
+    if part == "expansion":
+        # MIDUS: a map for each head.
+        return list(weight.unbind())
     return [weight] if part in WHOLE else []
 
 

@@ -50,6 +50,17 @@ NGRAMS = replace(
     ),
 )
 
+LATENTS = replace(
+    SHARED,
+    model=replace(
+        SHARED.model,
+        num_query_groups=None,
+        latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4, query_latent_dim=20),
+    ),
+)
+MIDUS = MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3)))
+HEADS = replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS))
+
 
 def step_of_oracle(
     name: str, before: Tensor, gradients: list[Tensor], config: RunConfig, factor: float = 1.0
@@ -118,8 +129,10 @@ def test_updates_follow_the_width_as_the_page_says(run_ranks: Any, scale: str, f
         (WIDE, {}),
         (BESIDE_EXPERTS, {"muon_scale": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3}),
         (NGRAMS, {}),
+        (LATENTS, {}),
+        (HEADS, {}),
     ],
-    ids=["wide heads", "experts, all keys", "n-grams"],
+    ids=["wide heads", "experts, all keys", "n-grams", "latents", "heads' own matrices"],
 )
 def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: dict[str, Any]) -> None:
     """To the bit, in bf16 with fp32 main weights and fp32 momentum."""
@@ -161,20 +174,12 @@ def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: d
     assert not still
 
 
-MIDUS = MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3)))
 MODELS = {
     "experts and memories": BESIDE_EXPERTS,
     # Parts of one matrix of queries, and of a key and a value of another scale, are on either tensor-parallel rank.
     "wide heads of one group": replace(WIDE, model=replace(WIDE.model, num_query_groups=1)),
-    "heads' own matrices": replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS)),
-    "latents": replace(
-        SHARED,
-        model=replace(
-            SHARED.model,
-            num_query_groups=None,
-            latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4, query_latent_dim=20),
-        ),
-    ),
+    "heads' own matrices": HEADS,
+    "latents": LATENTS,
 }
 LAYOUTS: dict[str, dict[str, int]] = {"tensor 2 x data 2": {"tensor": 2}, "context 2 x data 2": {"context": 2}}
 OF_TABLES = {"tensor 2 x memory 4": {"tensor": 2, "memory": 4}, "pipeline 2 x memory 2": {"pipeline": 2, "memory": 2}}
