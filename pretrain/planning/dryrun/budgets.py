@@ -36,24 +36,11 @@ class Allowance:
 Command = Literal["training", "evaluation", "saving", "restoring", "generation"]
 """A step of a run; a pass over held-out documents; a checkpoint, copied and written, and read; a token after another."""
 
-_MIXTURE = (
-    Allowance(
-        Traffic.READ,
-        "megatron.core.transformer.moe.moe_utils",
-        2,
-        "mixture",
-        "tokens and weights that each expert gets",
-    ),
-    Allowance(
-        Traffic.WAIT,
-        "megatron.core.transformer.moe.token_dispatcher",
-        1,
-        "mixture",
-        "sizes of what ranks send each other",
-    ),
+_SHARES_OF_EXPERTS = Allowance(
+    Traffic.READ, "megatron.core.transformer.moe.moe_utils", 2, "mixture", "tokens and weights that each expert gets"
 )
-_PLACES = Allowance(
-    Traffic.PINNED, "megatron.core.models.common.embeddings.rope_utils", 1, "forward", "places of a cut sequence"
+_SENT_TO_EXPERTS = Allowance(
+    Traffic.WAIT, "megatron.core.transformer.moe.token_dispatcher", 1, "mixture", "sizes of what ranks send each other"
 )
 _BATCH = Allowance(
     Traffic.PINNED, "pretrain/data/loader.py", 4, "microbatch", "tokens, labels, positions and mask of a microbatch"
@@ -62,8 +49,15 @@ _BATCH = Allowance(
 ALLOWED: Mapping[Command, Sequence[Allowance]] = {
     "training": (
         _BATCH,
-        _PLACES,
-        *_MIXTURE,
+        Allowance(
+            Traffic.PINNED,
+            "megatron.core.models.common.embeddings.rope_utils",
+            1,
+            "forward",
+            "places of a cut sequence",
+        ),
+        _SHARES_OF_EXPERTS,
+        _SENT_TO_EXPERTS,
         Allowance(Traffic.READ, "pretrain/engine/step.py", 1, "pass", "the loss is logged, and decides on the update"),
         Allowance(Traffic.READ, "pretrain/engine/optimizer.py", 1, "pass", "gradient norms decide on the update"),
         Allowance(
@@ -74,8 +68,8 @@ ALLOWED: Mapping[Command, Sequence[Allowance]] = {
     ),
     "evaluation": (
         _BATCH,
-        _PLACES,
-        *_MIXTURE,
+        _SHARES_OF_EXPERTS,
+        _SENT_TO_EXPERTS,
         Allowance(Traffic.READ, "pretrain/engine/step.py", 1, "pass", "the loss is printed"),
     ),
     "saving": (
@@ -91,7 +85,7 @@ ALLOWED: Mapping[Command, Sequence[Allowance]] = {
         ),
     ),
     "generation": (
-        *_MIXTURE,
+        _SHARES_OF_EXPERTS,
         Allowance(Traffic.PAGEABLE, "pretrain/evaluation/generate.py", 2, "token", "its id goes, its scores come"),
         Allowance(
             Traffic.READ, "pretrain/evaluation/generate.py", 1, "token", "the next id, which all ranks must know"
