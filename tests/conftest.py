@@ -84,7 +84,7 @@ def _several_chunks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def golden_dir(pytestconfig: pytest.Config) -> Path:
     """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, which must be there, or `shared/golden` beside the repository.
-    Skips where neither is.
+    Skips where neither is, but fails in CI, where nobody reads what was skipped.
     """
     beside = pytestconfig.rootpath.parent / "shared" / "golden"
     named = os.environ.get("MEGAMEM_GOLDEN_DIR")
@@ -92,7 +92,8 @@ def golden_dir(pytestconfig: pytest.Config) -> Path:
     if named and not folder.is_dir():
         pytest.fail(f"MEGAMEM_GOLDEN_DIR is {named}, which is no folder: correct it, or unset it to skip these tests")
     if not folder.is_dir():
-        pytest.skip(f"no golden cases in {folder}: set MEGAMEM_GOLDEN_DIR to their folder, or put them at {beside}")
+        end = pytest.fail if os.environ.get("CI") else pytest.skip
+        end(f"no golden cases in {folder}: set MEGAMEM_GOLDEN_DIR to their folder, or put them at {beside}")
     return folder
 
 
