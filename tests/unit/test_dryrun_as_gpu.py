@@ -273,7 +273,7 @@ class Kept:
 
 
 def budgets_of(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, Kept]:
-    """How each of these runs keeps within its budgets."""
+    """Dry-run each of these, and compare its commands with their budgets."""
 
     def main() -> dict[str, Kept]:
         from pretrain.planning.dryrun.rank import dry_run
