@@ -16,6 +16,7 @@ Chunks = Mapping[str, Mapping[str, int]]
 
 CHUNKS: Chunks = {
     "pretrain.checkpoint.hashes": {"_READ_BYTES": 1000},
+    "pretrain.checkpoint.store.torch_dist_writer": {"MAX_PART_BYTES": 400},
     "pretrain.checkpoint.store.lazy_tensor": {"_SPAN_BYTES": 1000, "_WORTH_A_SEEK_BYTES": 30},
     "pretrain.convert.huggingface.quantised": {"_ELEMENTS_AT_A_TIME": 30},
     "pretrain.data.columns": {"_ROWS_PER_READ": 2},
@@ -23,7 +24,9 @@ CHUNKS: Chunks = {
     "pretrain.data.indexed_files": {"_DOCUMENTS_AT_ONCE": 3},
     "pretrain.data.manifest": {"_BYTES_AT_ONCE": 1000},
     "pretrain.data.quantise": {"_DISTANCES_AT_A_TIME": 1000},
-    "pretrain.data.workers": {"_MAX_BATCH_RECORDS": 3},
+    "pretrain.data.scored": {"_BYTES_AT_ONCE": 5},
+    "pretrain.data.workers": {"_MAX_BATCH_BYTES": 2000, "_MAX_BATCH_RECORDS": 3},
+    "pretrain.engine.table_files": {"_ROWS_OF_A_READER": 5},
     "pretrain.evaluation.analysis.deciles": {"_TOKENS_AT_ONCE": 50},
     "pretrain.evaluation.analysis.ngrams": {"_NGRAMS_AT_ONCE": 5},
     "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
