@@ -101,8 +101,8 @@ class Excess:
 
     Attributes:
         findings: its lines, the most frequent first.
-        calls: of all of them.
-        allowed: calls that are.
+        calls: number of calls in all lines.
+        allowed: number of calls that are allowed.
     """
 
     findings: tuple[Finding, ...]
