@@ -8,6 +8,8 @@ GRANULE_BYTES = 64
 """Bytes that device memory moves at a time."""
 SORTED_IN_PLACE = 4096
 """Length of rows up to which PyTorch sorts them where they are, by one block each."""
+MOST_JOINED_ENTRIES = 1 << 25
+"""Entries of lookups that are sorted and added up as one, at most: the sort takes 0.8 GB. One lookup may have more."""
 
 
 def radix_sort_bytes(key: int, value: int, num_passes: int) -> int:

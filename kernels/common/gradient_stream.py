@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.common.joined_lookups import Lookup
+
 
 @dataclass(frozen=True)
 class _Addition:
@@ -20,14 +22,12 @@ class _Addition:
     Attributes:
         caller: the stream that did.
         done: recorded behind the work.
-        ids: what the lookup is known by.
-        operands: all that the work reads.
+        lookup: operands of the work, and ids that it is known by.
     """
 
     caller: torch.cuda.Stream
     done: torch.cuda.Event
-    ids: Tensor
-    operands: tuple[Tensor | None, ...]
+    lookup: Lookup
 
 
 class GradientStream:
@@ -47,27 +47,19 @@ class GradientStream:
         self._stream, self._of = stream, of
         self._under_way: list[_Addition] = []
 
-    def add(
-        self,
-        accumulate: Callable[..., None],
-        gradient: Tensor,
-        ids: Tensor,
-        coef: Tensor,
-        vec: Tensor,
-        bins: Tensor | None,
-    ) -> None:
-        """Run `accumulate(gradient, ids, coef, vec, bins)` behind all that the current stream was asked for before.
+    def add(self, lookup: Lookup, gradient: Tensor) -> None:
+        """Add a lookup to a gradient, behind all that the current stream was asked for before.
 
         The current stream first waits for the additions of the lookup before, which read other `ids`. The operands are
         of its own memory.
         """
         caller = torch.cuda.current_stream()
-        if any(addition.ids is not ids for addition in self._under_way):
+        if any(addition.lookup.ids is not lookup.ids for addition in self._under_way):
             self._release()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            accumulate(gradient, ids, coef, vec, bins)
-        self._under_way.append(_Addition(caller, self._stream.record_event(), ids, (coef, vec, bins)))
+            lookup.add_to(gradient)
+        self._under_way.append(_Addition(caller, self._stream.record_event(), lookup))
 
     def run(self, work: Callable[[], None]) -> None:
         """Do work on this stream, behind all additions and all that the current stream was asked for before."""

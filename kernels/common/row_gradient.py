@@ -9,26 +9,13 @@ Legend: M entries of all lookups, N rows of sums, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
-"""A `kernels.common.tables.SegmentAccumulate`."""
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """Operands of `kernels.segment_accumulate.naive.segment_accumulate`, and an implementation of it."""
-
-    accumulate: Accumulate
-    ids: Tensor
-    coef: Tensor
-    vec: Tensor
-    bins: Tensor | None
+from kernels.common.joined_lookups import Lookup, joined
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class RowGradient:
         """
         self.num_rows, self._width = num_rows, width
         self.repeats = 1
-        self._lookups: list[_Lookup] = []
+        self._lookups: list[Lookup] = []
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
 
@@ -73,9 +60,9 @@ class RowGradient:
         found.repeats = self.repeats
         return found
 
-    def add(self, accumulate: Accumulate, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
+    def add(self, lookup: Lookup) -> None:
         """Keep a lookup's part of the gradient."""
-        self._lookups.append(_Lookup(accumulate, ids, coef, vec, bins))
+        self._lookups.append(lookup)
 
     def clear(self) -> None:
         """Forget lookups and sums."""
@@ -91,8 +78,9 @@ class RowGradient:
         self.read = read
         self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
         if read.rows.numel():
-            for lookup, slots in zip(self._lookups, read.slots, strict=True):
-                lookup.accumulate(self.sums, slots, lookup.coef, lookup.vec, lookup.bins)
+            lookups = [replace(lookup, ids=slots) for lookup, slots in zip(self._lookups, read.slots, strict=True)]
+            for lookup in joined(lookups):
+                lookup.add_to(self.sums)
         self._lookups.clear()
 
     @staticmethod

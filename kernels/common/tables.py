@@ -7,14 +7,14 @@ Legend: T tokens, J rows read per token, C column groups, W columns (C divides W
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.common.gradient_stream import GradientStream
 from kernels.common.ids import bytes_per_id
+from kernels.common.joined_lookups import Lookup
+from kernels.common.main_grad import WaitingLookups, add_to_main_grad
 from kernels.common.rounding import Rounding
 from kernels.common.row_gradient import RowGradient
 
@@ -48,14 +48,6 @@ class SegmentAccumulate(Protocol):
         bins: Tensor | None = None,
         rounding: Rounding | None = None,
     ) -> None: ...
-
-
-class Roundings(Protocol):
-    """Roundings of a bf16 gradient, one after the other (`table.roundings`)."""
-
-    def next(self) -> Rounding:
-        """Those of the next lookup that is added."""
-        ...
 
 
 def row_dtype(num_rows: int) -> torch.dtype:
@@ -101,33 +93,31 @@ def table_gradient(
     """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
-    nothing, and DDP's hook still fires. Rows of a bf16 one are rounded stochastically (`table.roundings`). It may be added
-    on a stream of its own (`table.gradient_stream`), which whoever reads it waits for. Where the table has a `row_gradient`, that keeps the lookup, and autograd gets nothing. Otherwise
-    it is the dense gradient.
+    nothing, and DDP's hook still fires. Lookups may wait for the last one of a backward pass (`table.waiting_lookups`). Rows
+    of a bf16 gradient are rounded stochastically (`table.roundings`). It may be added on a stream of its own
+    (`table.gradient_stream`), which whoever reads it waits for. Where the table has a `row_gradient`, that keeps the lookup,
+    and autograd gets nothing. Otherwise it is the dense gradient.
 
     Args:
         table: [rows, W], the parameter.
         ids, coef, vec, bins: see `kernels.segment_accumulate.naive.segment_accumulate`.
         accumulate: the implementation.
     """
+    lookup = Lookup(accumulate, ids, coef, vec, bins)
     rows: RowGradient | None = getattr(table, "row_gradient", None)
     if rows is not None:
-        rows.add(accumulate, ids, coef, vec, bins)
+        rows.add(lookup)
         return None
-    main_grad = getattr(table, "main_grad", None)
-    if main_grad is None:
+    if getattr(table, "main_grad", None) is None:
         # Added up in fp32 at least, and rounded once.
         gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
-        accumulate(gradient, ids, coef, vec, bins)
+        lookup.add_to(gradient)
         return gradient.to(table.dtype)
-    if main_grad.dtype == torch.bfloat16:
-        roundings: Roundings = table.roundings  # type: ignore[attr-defined]
-        accumulate = partial(accumulate, rounding=roundings.next())
-    stream: GradientStream | None = getattr(table, "gradient_stream", None)
-    if stream is None:
-        accumulate(main_grad, ids, coef, vec, bins)
+    waiting: WaitingLookups | None = getattr(table, "waiting_lookups", None)
+    if waiting is None:
+        add_to_main_grad(table, lookup)
     else:
-        stream.add(accumulate, main_grad, ids, coef, vec, bins)
+        waiting.append(lookup)
     table.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64, device=table.device),

@@ -45,7 +45,7 @@ from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, tr
 from pretrain.engine.row_gradients import apart_from_ddp, count_repeats
 from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.stored_tables import StoredTables
-from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
+from pretrain.engine.table_gradients import add_after_last_lookup, add_beside_backward, make_gradient_stream
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 
@@ -243,7 +243,9 @@ def wrap_chunks(
         spare_sole_owners(wrapped[-1])
         if config.parallel.overlap_param_gather:
             wait_before_memories(wrapped[-1], chunk)
-        if gradient_stream is not None:
+        if gradient_stream is None:
+            add_after_last_lookup(chunk)
+        else:
             add_beside_backward(wrapped[-1], chunk, gradient_stream)
     count_repeats(chunks)
     if config.parallel.overlap_grad_reduce:

@@ -1,7 +1,8 @@
-"""Gradients of tables beside the rest of backward: the stream on which they are added up, and reductions that wait for it.
+"""Times at which the gradients of tables are added up: beside the rest of backward, or after the last lookup of a pass.
 
 Megatron reduces a bank's gradients when autograd has been through all lookups of it. On a stream of their own they are
-then asked for, and not yet there.
+then asked for, and not yet there. Without such a stream nothing is gained by an early start, and lookups of all layers that
+share a table are added up in one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from kernels.common.gradient_stream import GradientStream
+from kernels.common.main_grad import WaitingLookups
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from parallel.multiprocessors import context_of_share
@@ -38,6 +40,15 @@ def make_gradient_stream(config: RunConfig, groups: ParallelGroups) -> GradientS
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return GradientStream(context.Stream(), of=context)
+
+
+def add_after_last_lookup(model: MemoryGPTModel) -> None:
+    """Have the lookups of a chunk's tables added up once per table and backward pass, if their gradients are DDP's."""
+    for bank in model.banks.values():
+        for table in bank.parameters():
+            if hasattr(table, "main_grad"):
+                table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
+                table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
 
 
 def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel, stream: GradientStream) -> None:

@@ -5,6 +5,7 @@ as on one.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -14,8 +15,9 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
+from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.launches import launches_of
+from pretrain.planning.costs.launches import LAUNCHES_ADDITION, launches_of
 from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.step import table_step_bytes
@@ -82,6 +84,40 @@ def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
     plans = [sum(launches_of(each, stage, stage.blocks, way) for way in (0, 1)) for each in (config, still)]
     # Gathers, and the factors of updates.
     assert launched - fewer == plans[0] - plans[1] + len(memory.tables)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["dense gradients", "rows that were read"])
+def test_a_plan_counts_the_launches_that_lookups_share(rows: bool) -> None:
+    """Four layers read two banks, and each bank's lookups are sorted and added up as one."""
+    memory = replace(MEMORIES["Tucker cores"], sharing=SharingConfig(pattern="block", group=2))
+    config = config_of(MEMORIES["Tucker cores"])
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=4, memory=memory),
+        optimizer=replace(config.optimizer, table_gradients="rows" if rows else "dense"),
+    )
+
+    def main() -> list[int]:
+        from pretrain.planning.dryrun.rank import dry_run
+
+        found = []
+        for most in (1 << 25, 1):
+            with (
+                patch("kernels.common.joined_lookups.MOST_JOINED_ENTRIES", most),
+                patch("kernels.common.main_grad.MOST_JOINED_ENTRIES", most),
+            ):
+                (report,) = dry_run(config, 1, [0], as_gpu=True)
+                found.append(report.num_kernels)
+        return found
+
+    joined, each = launch_within(main, 1, timeout_s=120, num_threads=1)[0]
+    (stage,) = stages_of(config)
+    plan = launches_of(config, stage, stage.blocks, 1)
+    with patch("pretrain.planning.costs.rows.MOST_JOINED_ENTRIES", 1):
+        more = launches_of(config, stage, stage.blocks, 1) - plan
+    assert more == 2 * LAUNCHES_ADDITION
+    # Ids, coefficients and vectors of two tables are put side by side.
+    assert each - joined == pytest.approx(more - 2 * 5, rel=0.1)
 
 
 def test_a_loss_in_chunks_reads_its_logits_once_forward_and_writes_them_once_in_backward() -> None:

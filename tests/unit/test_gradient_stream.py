@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.gradient_stream import GradientStream
+from kernels.common.joined_lookups import Lookup
 from kernels.select import select_kernels
 
 
@@ -61,7 +62,7 @@ def lookup(log: list[str], stream: GradientStream, *names: str) -> weakref.ref[T
             assert tensors[1] is ids
             log.append(f"{name} on {torch.cuda.current_stream().name}")
 
-        stream.add(accumulate, torch.zeros(1), ids, torch.zeros(1), torch.zeros(1), None)
+        stream.add(Lookup(accumulate, ids, torch.zeros(1), torch.zeros(1), None), torch.zeros(1))
     return weakref.ref(ids)
 
 

@@ -16,7 +16,14 @@ from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.read_rows import replica_bytes
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
-from pretrain.planning.costs.rows import accumulate_s, distinct_rows, missed_share, moved_bytes, row_seconds
+from pretrain.planning.costs.rows import (
+    accumulate_s,
+    added_together,
+    distinct_rows,
+    missed_share,
+    moved_bytes,
+    row_seconds,
+)
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from pretrain.planning.costs.traffic import copies_bytes
@@ -98,6 +105,28 @@ def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
     adding = sum(accumulate_s(entries, family.rows_seen(bank_rows), width, 1, H100) for width in (60, 20))
     assert one.sort / 12 == pytest.approx(2.5 * entries * 100 / H100.stream_bytes_per_s)
     assert one.gradients / 12 == pytest.approx(adding)
+
+
+def test_layers_that_share_a_table_add_up_its_gradient_once() -> None:
+    """Twenty layers of a ring, each with a window of five of its tables, in microbatches of 32,768 tokens."""
+    path = REPOSITORY / "configs" / "ultramemv2" / "227m_1.2b.yaml"
+    config = load_config(path)
+    stage = stages_of(config)[0]
+    entries, rows = 32_768 * 32, 20 * 360 * 360
+    together = row_seconds(config, stage, 32_768, H100)
+    # Vectors of 20 times 32,768 tokens, of which 25 MB are cached.
+    missed = 384 - 25e6 / (20 * 32_768)
+    of_table = accumulate_s(20 * entries, rows, 192, 1, H100) + 20 * entries * missed / H100.gather_bytes_per_s
+    assert together.gradients == pytest.approx(2 * of_table, rel=0.05)
+    again = replace(config, train=replace(config.train, recompute="full"))
+    assert row_seconds(again, stage, 32_768, H100).gradients > 1.1 * together.gradients
+    # Up to 2^25 entries: of microbatches twice as large 16 lookups.
+    assert added_together(config, entries, 20) == 20
+    assert added_together(config, 2 * entries, 20) == 16
+    assert added_together(config, 2**25 + 1, 20) == 1
+    assert added_together(load_config(path, ["parallel.memory=2"]), entries, 20) == 1
+    by_row = ["optimizer.tables=row_wise", "optimizer.table_gradients=rows", "parallel.memory=2"]
+    assert added_together(load_config(path, by_row), entries, 20) == 20
 
 
 def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None:

@@ -6,12 +6,15 @@ from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.read_rows import has_scales
+from pretrain.planning.costs.rows import num_additions
 from pretrain.planning.costs.stages import Blocks, Stage
 
 LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""
 LAUNCHES_MEMORY = (28, 67)
 """Kernels of a memory layer with a split table, forward and backward."""
+LAUNCHES_ADDITION = 25
+"""Kernels of these that sort a lookup's entries and add them up: none for a lookup that is added up as one with another."""
 LAUNCHES_ROW_PARTS = (3, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
 LAUNCHES_MEETING = (3, 1)
@@ -47,12 +50,14 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     tokens = train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context)
     if columns_meet_first(layout.memory_rows, layout.memory_columns, tokens):
         of_rows += LAUNCHES_MEETING[way]
-    moe, memories = config.model.moe, stage.num_lookups * (LAUNCHES_MEMORY[way] + of_rows)
+    moe, memories = config.model.moe, float(stage.num_lookups * (LAUNCHES_MEMORY[way] + of_rows))
     if has_scales(config):
         # One product with the scale for what is gathered of each table; scores may have no gradient.
         for family in stage.families:
             of_lookup = len(family.memory.tables) - way * (not family.memory.lookup.learns_scores)
             memories += len(family.lookups) * of_lookup
+    if way:
+        memories -= LAUNCHES_ADDITION * (stage.num_backward_lookups - num_additions(config, stage, tokens))
     of_experts = 0
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // layout.memory * LAUNCHES_EXPERT[way]

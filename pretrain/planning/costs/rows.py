@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
+from kernels.common.device_bytes import GRANULE_BYTES, MOST_JOINED_ENTRIES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
 from parallel.layout import coefficients_per_rank, columns_meet_first
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
+from pretrain.config.updates import GRADIENT_BYTES, keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.stages import FamilyInStage, Stage
@@ -78,12 +80,32 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
         num_entries = config.parallel.memory * tokens * family.memory.lookup.rows
         for bank_rows, number in Counter(family.lookups).items():
             total += number * _forward(config, family, bank_rows, num_entries, hardware)
-        for bank_rows, number in Counter(family.backward_lookups).items():
-            both = _backward(config, family, bank_rows, num_entries, hardware)
+        for bank_rows, number, together in _backward_lookups(config, stage, family, num_entries):
+            both = _backward(config, family, bank_rows, num_entries, together, hardware)
             if again:
                 both += _forward(config, family, bank_rows, num_entries, hardware)
             total += number * both
     return total
+
+
+def num_additions(config: RunConfig, stage: Stage, tokens: int) -> float:
+    """Times that a microbatch's lookups are sorted and added up, with `tokens` on a rank."""
+    return sum(
+        number / together
+        for family in stage.families
+        for _, number, together in _backward_lookups(
+            config, stage, family, config.parallel.memory * tokens * family.memory.lookup.rows
+        )
+    )
+
+
+def _backward_lookups(
+    config: RunConfig, stage: Stage, family: FamilyInStage, num_entries: int
+) -> Iterator[tuple[int, int, float]]:
+    """Rows of a family's banks, lookups of banks of as many rows, and how many of a bank's are added up as one."""
+    trained = Counter(bank.num_rows for bank in stage.trained_banks if bank.memory.kind == family.memory.kind)
+    for bank_rows, number in Counter(family.backward_lookups).items():
+        yield bank_rows, number, added_together(config, num_entries, number / max(1, trained[bank_rows]))
 
 
 def _forward(
@@ -144,13 +166,28 @@ def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> floa
     return mean * next((busiest for most, busiest in BUSIEST.items() if parts <= most), max(BUSIEST.values()))
 
 
+def added_together(config: RunConfig, num_entries: int, num_lookups: float) -> float:
+    """Lookups of a bank that are added up as one (`kernels.common.joined_lookups`).
+
+    Args:
+        num_entries: of a lookup.
+        num_lookups: of the bank in a backward pass over a microbatch.
+    """
+    if not keeps_rows(config.optimizer) and (memory_runs_beside(config) or config.train.recompute == "full"):
+        return 1
+    return max(1, min(num_lookups, MOST_JOINED_ENTRIES // num_entries))
+
+
 def _backward(
-    config: RunConfig, family: FamilyInStage, bank_rows: int, num_entries: int, hardware: Hardware
+    config: RunConfig, family: FamilyInStage, bank_rows: int, num_entries: int, together: float, hardware: Hardware
 ) -> RowSeconds:
-    """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
+    """Backward pass of one of the lookups that are added up together: the rows again for the gradients of what weights
+    them, and its share of those of the tables."""
     memory, layout = family.memory, config.parallel
     sorting = _SORT_SLOWER * num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
-    entries, num_rows = own_entries(config, num_entries, hardware), family.rows_seen(bank_rows) // layout.memory_rows
+    entries = together * own_entries(config, num_entries, hardware)
+    # Windows of a ring meet: what several layers read is no more than the bank.
+    num_rows = int(min(bank_rows, together * family.rows_seen(bank_rows))) // layout.memory_rows
     accumulating = 0.0
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, layout.memory_columns) if table.name != "pre_values" else 1
@@ -158,13 +195,14 @@ def _backward(
         accumulating += accumulate_s(
             entries, num_rows, width, groups, hardware, gradient_bytes=table_gradient_bytes(config.optimizer)
         )
-        if layout.memory_rows > 1:
-            # Vectors of all tokens, in columns of more than one rank, leave the cache, and are read once per entry.
-            vectors = num_entries // memory.lookup.rows * width * config.train.element_bytes
+        if layout.memory_rows > 1 or together > 1:
+            # Vectors of several lookups, or of all tokens in columns of more than one rank, leave the cache, and are read
+            # once per entry.
+            vectors = together * num_entries // memory.lookup.rows * width * config.train.element_bytes
             missed = max(0.0, 1 - CACHED_BYTES / vectors) * moved_bytes(width * config.train.element_bytes)
             accumulating += entries * missed / hardware.gather_bytes_per_s
     scaled = scaled_bytes(config, memory, num_entries // memory.lookup.rows, backward=True)
-    own = RowSeconds(ids=scaled / hardware.stream_bytes_per_s, sort=sorting, gradients=accumulating)
+    own = RowSeconds(ids=scaled / hardware.stream_bytes_per_s, sort=sorting, gradients=accumulating / together)
     return own + _one_way(config, family, bank_rows, num_entries, hardware)
 
 

@@ -1,0 +1,139 @@
+"""Lookups of layers that share tables, added up after the last of a backward pass, beside a pass that adds each at once."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from kernels.common import joined_lookups, main_grad
+from kernels.common.main_grad import WaitingLookups
+from kernels.common.rounding import Rounding
+from kernels.select import Kernels
+from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
+from tests.unit.kernels.test_kernels_main_grad import sorts_from_now_on
+
+ROWS, WIDTH, TOKENS = 11, 6, 3
+# Rows that each layer reads per token: the third is of another form than those around it.
+READS = (4, 4, 3, 5, 5)
+
+
+class Layers:
+    """Layers that read one bank's values and pre-values, each by ids of its own."""
+
+    def __init__(self, kernels: Kernels, *, wait: bool, dtype: torch.dtype = torch.float32) -> None:
+        g = torch.Generator().manual_seed(1)
+        self.kernels = kernels
+        self.tables = [main_grad_table(torch.randn(ROWS, WIDTH, generator=g).to(dtype)) for _ in range(2)]
+        self.ids = [torch.randint(0, ROWS, (TOKENS, reads), generator=g) for reads in READS]
+        self.x = [torch.randn(TOKENS, WIDTH, generator=g).to(dtype) for _ in READS]
+        if wait:
+            for table in self.tables:
+                table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
+                table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
+
+    def out(self, layer: int) -> Tensor:
+        """A layer's output, [T, W]."""
+        values, pre_values = self.tables
+        scores = self.kernels.gather_dot(pre_values, self.ids[layer], self.x[layer])
+        return self.kernels.gather_sum(values, self.ids[layer], scores.tanh())
+
+    def backward(self) -> None:
+        """A pass through all layers."""
+        torch.stack([self.out(layer) for layer in range(len(READS))]).square().sum().backward()
+
+    def gradients(self) -> list[Tensor]:
+        return [table.main_grad for table in self.tables]  # type: ignore[attr-defined]
+
+
+def assert_same(kernels: Kernels, actual: list[Tensor], expected: list[Tensor]) -> None:
+    """In C++ and PyTorch entries are added one by one, and so to the bit."""
+    for one, other in zip(actual, expected, strict=True):
+        if is_interpreted(kernels):
+            assert_close(one, other.double(), torch.float32)
+        else:
+            assert torch.equal(one, other)
+        assert one.any()
+
+
+def test_gradients_are_those_of_lookups_that_do_not_wait(kernels: Kernels) -> None:
+    waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)
+    for _ in range(2):
+        waiting.backward()
+        others.backward()
+        assert_same(kernels, waiting.gradients(), others.gradients())
+
+
+def test_lookups_of_one_form_take_one_sort_for_both_tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts = sorts_from_now_on(kernels, monkeypatch)
+    Layers(kernels, wait=True).backward()
+    assert len(sorts) == 3
+    Layers(kernels, wait=False).backward()
+    assert len(sorts) == 3 + len(READS)
+
+
+@pytest.mark.parametrize(("most", "num_sorts"), [(23, 5), (24, 4), (33, 3)])
+def test_no_more_entries_are_joined_than_may_be(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int, num_sorts: int
+) -> None:
+    """The first two layers have 24 entries, the last two 30."""
+    sorts = sorts_from_now_on(kernels, monkeypatch)
+    for module in (joined_lookups, main_grad):
+        monkeypatch.setattr(module, "MOST_JOINED_ENTRIES", most)
+    waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)
+    waiting.backward()
+    assert len(sorts) == num_sorts
+    others.backward()
+    assert_same(kernels, waiting.gradients(), others.gradients())
+
+
+def test_a_block_that_is_computed_again_is_a_pass_of_its_own(kernels: Kernels) -> None:
+    waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)
+    for layers in (waiting, others):
+        out = torch.zeros(TOKENS, WIDTH, requires_grad=True)
+        for block in ((0, 1), (2, 3), (4,)):
+            out = checkpoint(
+                lambda x, layers=layers, block=block: x + sum(layers.out(layer) for layer in block),
+                out,
+                use_reentrant=True,
+            )
+        out.square().sum().backward()
+    assert_same(kernels, waiting.gradients(), others.gradients())
+
+
+class CountedRoundings:
+    """Roundings that say how many were taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def next(self) -> Rounding:
+        self.taken += 1
+        return Rounding(self.taken, 0, 0)
+
+
+def test_lookups_that_are_joined_are_rounded_once(kernels: Kernels) -> None:
+    layers, exact = Layers(kernels, wait=True, dtype=torch.bfloat16), Layers(kernels, wait=False, dtype=torch.bfloat16)
+    roundings = CountedRoundings()
+    for table in layers.tables:
+        table.main_grad = table.main_grad.bfloat16()  # type: ignore[attr-defined]
+        table.roundings = roundings  # type: ignore[attr-defined]
+    layers.backward()
+    exact.backward()
+    assert roundings.taken == 2 * 3
+    for rounded, sums in zip(layers.gradients(), exact.gradients(), strict=True):
+        assert (rounded.float() - sums).abs().max() <= 3 * 2.0**-7 * sums.abs().max()
+
+
+def test_a_table_is_not_kept_by_its_lookups() -> None:
+    """A cycle would hold its memory until Python looks for cycles."""
+    table = Parameter(torch.zeros(2, 3))
+    table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
+    table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
+    gone = weakref.ref(table)
+    del table
+    assert gone() is None
