@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from kernels.processor import multiplies_bf16
+from megamem.attention.backends import NoFusedAttentionError, fused_attention
 from parallel.cpu_products import products_in_fp32
 from parallel.determinism import deterministic_algorithms
 from parallel.devices import why_gpus_are_unusable
@@ -55,9 +56,26 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
         if groups.on_gpu and any(each.train.cuda_graph != "none" for each in (config, *later)):
             # Gradients are added up on the stream that DDP was built on, and the default one cannot be captured.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(groups.device)))
+        if groups.on_gpu and config.train.precision == "bf16":
+            stack.enter_context(attention_without_scores(config))
         if groups.device.type == "cpu" and takes_products_in_fp32(config, *later):
             stack.enter_context(products_in_fp32())
         yield groups
+
+
+@contextmanager
+def attention_without_scores(config: RunConfig) -> Iterator[None]:
+    """Within the block attention is fused, or refused."""
+    try:
+        with fused_attention():
+            yield
+    except NoFusedAttentionError as error:
+        model = config.model
+        raise ConfigError(
+            f"{error} on this GPU: {model.num_attention_heads} of {model.attention_head_dim} dimensions, with "
+            f"{model.num_query_groups or model.num_attention_heads} heads of keys, in bf16. Set model.head_dim to a multiple "
+            "of 8 up to 128, or train.precision: fp32"
+        ) from error
 
 
 def takes_products_in_fp32(*configs: RunConfig) -> bool:

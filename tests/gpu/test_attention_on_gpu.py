@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.attention.backends import fused_attention
 from megamem.attention.blockwise import tiled_attention
+from megamem.attention.core import causal_attention
 from megamem.attention.documents import Documents, Slice
 
 HEADS, WIDTH = 8, 64
@@ -63,3 +65,24 @@ def test_no_mask_is_made(gpu: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     last_tokens(*parts).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < queries * keys
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_whole_sequences_take_a_fused_kernel_both_ways(gpu: torch.device, key_heads: int) -> None:
+    parts = inputs(gpu, torch.bfloat16, 1024, 1024, key_heads)
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with fused_attention(), torch.profiler.profile(activities=activities) as profile:
+        out = causal_attention(*parts, WIDTH**-0.5, None)
+        out.square().sum().backward()
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages()).lower()
+    assert "softmax" not in names
+    assert any(word in names for word in ("cudnn", "flash", "fmha"))
+    expected = plain_attention(*wide)
+    expected.square().sum().backward()
+    assert float((out - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+    for part, reference in zip(parts, wide, strict=True):
+        assert part.grad is not None
+        assert reference.grad is not None
+        assert float((part.grad - reference.grad).abs().max()) <= 3e-2 * float(reference.grad.abs().max())
