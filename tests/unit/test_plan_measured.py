@@ -31,6 +31,13 @@ BUSY: dict[str, tuple[str, int, int, tuple[str, ...], float]] = {
 }
 # Milliseconds of a step, on the faster of two hosts.
 WALLS = {"microbatches of 4": 369.7, "of 8": 247.8}
+# Milliseconds of a step whose microbatches are replayed from a graph.
+REPLAYED = {
+    "microbatches of 1": (4, 1, (), 179.7),
+    "of 4": (8, 4, (), 236.6),
+    "of 8": (8, 8, (), 219.1),
+    "dense twin": (8, 8, TWIN, 156.1),
+}
 # Milliseconds of parts of two steps, by the names of their kernels.
 PARTS: dict[str, dict[tuple[TimePart, ...], float]] = {
     "of 8": {
@@ -50,6 +57,12 @@ PARTS: dict[str, dict[tuple[TimePart, ...], float]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _lookups_are_added_up_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were in what was measured."""
+    monkeypatch.setattr("pretrain.planning.costs.rows.MOST_JOINED_ENTRIES", 1)
+
+
 def milliseconds(name: str, launch_us: float = H100.launch_us) -> dict[TimePart, float]:
     file, sequences, micro, overrides, _ = BUSY[name]
     sizes = (f"train.global_batch_size={sequences}", f"train.micro_batch_size={micro}")
@@ -65,6 +78,14 @@ def test_the_device_is_busy_for_as_long_as_was_measured(name: str) -> None:
 @pytest.mark.parametrize("name", WALLS)
 def test_a_step_takes_as_long_as_was_measured(name: str) -> None:
     assert sum(milliseconds(name).values()) == pytest.approx(WALLS[name], rel=0.15)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_step_from_a_graph_takes_as_long_as_was_measured(name: str) -> None:
+    sequences, micro, overrides, measured = REPLAYED[name]
+    sizes = (f"train.global_batch_size={sequences}", f"train.micro_batch_size={micro}", "train.cuda_graph=microbatch")
+    time = step_time(load_config(CONFIGS / SMALL, [*sizes, *overrides]), 1, H100)
+    assert 1e3 * time.total_s == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("name", PARTS)

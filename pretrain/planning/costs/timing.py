@@ -200,7 +200,8 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     launches += (forwards - 1) * launches_of(config, stage, stage.backward, 0)
     kernels, device_s = KERNELS_PER_LAUNCH * launches, sum(parts.values())
     parts[TimePart.LAUNCHES] = kernels * hardware.kernel_us * 1e-6
-    parts[TimePart.LAUNCHES] = max(parts[TimePart.LAUNCHES], kernels * hardware.launch_us * 1e-6 - device_s)
+    if train.cuda_graph == "none":
+        parts[TimePart.LAUNCHES] = max(parts[TimePart.LAUNCHES], kernels * hardware.launch_us * 1e-6 - device_s)
     return parts
 
 
