@@ -64,9 +64,15 @@ struct sum_of<double> {
 inline bool has_row(int64_t rows, int32_t id) { return static_cast<uint32_t>(id) < rows; }
 
 constexpr int64_t kCacheLine = 64;
-// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too
-// 100 to 200.
+// Entries between asking for a row and using it: a short row takes about 10 ns, an access to memory that misses the TLB
+// too 100 to 200.
 constexpr int64_t kAhead = 24;
+// Bytes on their way are bounded as well, by the lines that a core can wait for: longer rows are asked for later, as each
+// takes longer. Rows of 384 bytes are read 12 % faster 12 ahead than 24, on a core with AVX2.
+constexpr int64_t kBytesAhead = 4608;
+inline int64_t rows_ahead(int64_t row_bytes) {
+  return std::max<int64_t>(kAhead / 3, std::min(kAhead, kBytesAhead / std::max<int64_t>(1, row_bytes)));
+}
 
 // Asks for a row, in the second level of cache: more lines can be on their way there than to the first.
 // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the calls.

@@ -43,7 +43,7 @@ void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, cons
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* x = static_cast<const Operand*>(x_at);
   Operand* out = static_cast<Operand*>(out_at);
-  const int64_t per_group = W / C, M = T * J;
+  const int64_t per_group = W / C, M = T * J, ahead = rows_ahead(W * sizeof(Row));
 #pragma omp parallel num_threads(threads_for(threads, T))
   {
     std::vector<Sum> vectors(B * W);
@@ -51,8 +51,8 @@ void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, cons
     for (int64_t t = 0; t < T; ++t) {
       for (int64_t i = 0; i < B * W; ++i) vectors[i] = widen(x[t * B * W + i]);
       for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-        if (e + kAhead < M && has_row(rows, ids[e + kAhead]))
-          prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+        if (e + ahead < M && has_row(rows, ids[e + ahead]))
+          prefetch_row(table + ids[e + ahead] * W, W * sizeof(Row));
         if (!has_row(rows, ids[e])) {
           std::fill_n(out + e * C, C, narrow<Operand>(Sum(0)));
           continue;

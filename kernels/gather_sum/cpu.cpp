@@ -12,14 +12,14 @@ struct Reads {
   const int32_t* ids;
   const int32_t* last_id;
   const Operand* coef;
-  int64_t J, C, W, rows;
+  int64_t J, C, W, rows, ahead = rows_ahead(W * sizeof(Row));
 
   bool has(int64_t j) const { return has_row(rows, ids[j]); }
   const Row* row(int64_t j) const { return table + ids[j] * W; }
-  // The row that is read kAhead entries later; the last one, where the list ends before; the first for one that others
+  // The row that is read `ahead` entries later; the last one, where the list ends before; the first for one that others
   // hold, which costs less than a branch.
   const Row* later_row(int64_t j) const {
-    const int32_t id = *std::min(ids + j + kAhead, last_id);
+    const int32_t id = *std::min(ids + j + ahead, last_id);
     return table + (has_row(rows, id) ? id : 0) * W;
   }
 };
@@ -187,7 +187,7 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* coef = static_cast<const Operand*>(coef_at);
   Row* out = static_cast<Row*>(out_at);
-  const int64_t per_group = W / C, M = T * J;
+  const int64_t per_group = W / C, M = T * J, ahead = rows_ahead(W * sizeof(Row));
 #pragma omp parallel num_threads(threads_for(threads, T))
   {
     std::vector<Sum> sums(B * W);
@@ -199,8 +199,8 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-          if (e + kAhead < M && has_row(rows, ids[e + kAhead]))
-            prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
+          if (e + ahead < M && has_row(rows, ids[e + ahead]))
+            prefetch_row(table + ids[e + ahead] * W, W * sizeof(Row));
           if (!has_row(rows, ids[e])) continue;
           for (int64_t c = 0; c < C; ++c)
             add_scaled(sums.data() + bins[e] * W + c * per_group, table + ids[e] * W + c * per_group,
