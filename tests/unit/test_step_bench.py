@@ -126,7 +126,9 @@ def test_a_block_says_where_the_time_went() -> None:
 
 def test_a_plan_stands_beside_what_was_measured_part_by_part() -> None:
     """On figures as a GPU's marks would record them."""
-    config = config_of("ultramemv2/227m_1.2b.yaml", "parallel.memory=2", "train.global_batch_size=8")
+    config = config_of(
+        "ultramemv2/227m_1.2b.yaml", "parallel.memory=2", "train.global_batch_size=8", "train.micro_batch_size=4"
+    )
     seconds = {
         Range("forward", ""): 0.2,
         Range("forward", Part.KEYS): 0.02,
