@@ -114,7 +114,7 @@ serve-check:  ## exported models in vLLM beside the trained ones: 32 requests at
 
 check-plan:  ## of every configuration, dry-run as on a GPU: what megamem plan predicts, beside what is counted; what passes between host and GPU in every command, beside its budget
 	@$(INSTALL) $(TEST_EXTRAS)
-	@"$(BIN)/python" -m tools.maintenance.check_plan --workers $(WORKERS)
+	@"$(BIN)/python" -m lab.maintenance.check_plan --workers $(WORKERS)
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/dev/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants
@@ -129,14 +129,14 @@ lock:  ## after a change of pyproject.toml's packages: resolve requirements/lock
 bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
 	"$(PYTHON)" -m pytest -q tests/gpu
-	"$(PYTHON)" -m tools.cli bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
+	"$(PYTHON)" -m lab bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
 	for size in 227m_1.2b 1b_7b; do \
-	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
+	  "$(PYTHON)" -m lab bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
 
 gpu-check:  ## order of streams, seconds as predicted and measured, kernels beside a copy, bits of a resumed run; then what this machine's GPUs compute, beside its CPU: one page, gpu-check.md, in 20 minutes. PYTHON must have a CUDA build of torch, Triton and megatron-core
 	@"$(PYTHON)" -c 'import importlib.util as i, sys; none = [name for name in ("torch", "triton", "megatron", "pydantic") if i.find_spec(name) is None]; none and sys.exit(f"make gpu-check: {sys.executable} has no " + ", ".join(none) + ": install what is missing (pip install -e .[gpu] keeps a torch that will do), or name another Python, as in make gpu-check PYTHON=.venv/bin/python")'
-	"$(PYTHON)" -m tools.cli gpu-check
+	"$(PYTHON)" -m lab gpu-check
 
 clean:  ## remove the environment and caches; data/ and runs/ stay
-	rm -rf "$(VENV)" "$(VENV)-old" .mutants build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf "$(VENV)" "$(VENV)-old" .mutants build dist *.egg-info lab/build lab/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

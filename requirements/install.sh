@@ -28,7 +28,7 @@ if command -v flock >/dev/null; then flock 9; fi
 # a half-finished installation can look complete to pip, so it is never continued.
 records=$venv/.megamem
 name=${extras:-none}
-key=$(cat requirements/lock.txt "$pin" pyproject.toml setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
+key=$(cat requirements/lock.txt "$pin" pyproject.toml setup.py lab/pyproject.toml lab/setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
 if [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null; then
   exit 0
 fi
@@ -50,11 +50,14 @@ fi
 touch "$records/unfinished"
 echo "Installing the packages of requirements/lock.txt${extras:+ with $extras}, and megatron-core of $pin (a minute or so; more where torch has to be downloaded)."
 { cat "$pin" && grep -v '^megatron-core==' requirements/lock.txt; } >"$records/constraints.txt"
+ours=(-e ".${extras:+[$extras]}")
+# Makers have the laboratory, too.
+if [[ ,$extras, == *,dev,* ]]; then ours+=(-e lab); fi
 # By the environment, because an option would not hold for what builds packages.
-PIP_CONSTRAINT=$records/constraints.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e ".${extras:+[$extras]}"
+PIP_CONSTRAINT=$records/constraints.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "${ours[@]}"
 # On all cores, where pip takes one. Not left to the first imports, which write nothing where PYTHONDONTWRITEBYTECODE is set, as in many
 # containers: every start would compile torch anew, and this project. Files that are no Python stay as they are.
-"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" kernels megamem parallel pretrain slurm tools >/dev/null || true
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" kernels megamem parallel pretrain slurm tools lab >/dev/null || true
 "$venv/bin/python" -m pip check --disable-pip-version-check >/dev/null || "$venv/bin/python" -m pip check
 touch "$records/$name-$key"
 rm "$records/unfinished"

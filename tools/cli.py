@@ -12,11 +12,12 @@ import select
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megamem import start
+from tools.added import COMMANDS, STUDIES, added_modules
 from tools.completion import add_completion
 from tools.parsers import add_command
 
@@ -40,33 +41,9 @@ COMMAND_MODULES = (
     "tools.dryrun",
     "tools.config.command",
     "tools.doctor",
-    "tools.gpu_check.command",
 )
 """Modules of the commands, in the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`,
-and imports torch only when that is called, so that `--help` is fast."""
-
-STUDY_MODULES = (
-    "tools.studies.compare.command",
-    "tools.studies.fit.command",
-    "tools.studies.recall.command",
-    "tools.studies.probe.command",
-    "tools.studies.analyse.command",
-    "tools.bench.command",
-)
-"""Commands of `megamem study`; their names are answered without that word, too."""
-
-TWO_WORD_COMMANDS = (
-    *(
-        "bench step",
-        "bench kernels",
-        "bench context",
-        "bench hardware",
-        "bench generate",
-        "bench tables",
-        "bench updates",
-        "bench files",
-    ),
-)
+and imports torch only when that is called, so that `--help` is fast. Those of other distributions follow them."""
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -75,6 +52,7 @@ _USAGE_ERROR = 2
 _PATHS = ("CONFIG", "DIR", "FILE", "INPUT", "OTHER", "PROFILE", "RUN", "SPEC")
 # By what Python says of text that is none.
 _NUMBERS = {"invalid literal for int()": "a whole number", "could not convert string to float": "a number"}
+_ADDED_BY = "pip install ./lab"
 _CLOSED_STDOUT = "standard output is closed: send it to a file (> FILE), or nowhere (> /dev/null)"
 
 
@@ -177,10 +155,10 @@ def _without_stdout() -> bool:
     return sys.stdout is None
 
 
-def _join_two_words(argv: Sequence[str]) -> list[str]:
+def _join_two_words(argv: Sequence[str], names: Container[str]) -> list[str]:
     """The arguments with the name of a command of two words as one, which argparse takes for the name of a command."""
     words = list(argv)
-    return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in TWO_WORD_COMMANDS else words
+    return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in names else words
 
 
 def _reader_went_away() -> bool:
@@ -204,8 +182,13 @@ def _leave_what_stdout_refuses() -> None:
         os.close(nowhere)
 
 
-def build_parser() -> SuggestingParser:
-    """The parser with every command."""
+def build_parser(commands: Sequence[str] | None = None, studies: Sequence[str] | None = None) -> SuggestingParser:
+    """The parser with every command.
+
+    Args:
+        commands: modules of commands behind the product's own; None: those that installed distributions add.
+        studies: modules of the commands of `megamem study`; likewise.
+    """
     parser = SuggestingParser(
         prog="megamem",
         description="Pretraining of memory-layer language models on Megatron-core.",
@@ -221,20 +204,47 @@ def build_parser() -> SuggestingParser:
     )
     add_completion(parser, _is_path)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMAND_MODULES:
+    for name in (*COMMAND_MODULES, *(added_modules(COMMANDS) if commands is None else commands)):
         importlib.import_module(name).add_parser(subparsers)
+    parser.studies = _add_study(subparsers, added_modules(STUDIES) if studies is None else studies)
+    if not parser.studies:
+        parser.elsewhere = f" The laboratory has more: `{_ADDED_BY}`, in a checkout of megamem."
+    return parser
+
+
+def _add_study(subparsers: Any, modules: Sequence[str]) -> tuple[str, ...]:
+    """Adds `study` with the commands of some modules, and returns their names. Without any it says how to have some."""
+    summary = "compare, time and analyse models: `megamem study --help` lists the studies"
+    if not modules:
+        study = add_command(
+            subparsers,
+            "study",
+            summary,
+            f"`{_ADDED_BY}`, in a checkout of megamem, adds the laboratory.",
+            "Studies of models are the laboratory's, which is not installed. Training needs none of them.",
+        )
+        study.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        study.set_defaults(func=_study_nothing)
+        return ()
     study = add_command(
         subparsers,
         "study",
-        "compare, time and analyse models: `megamem study --help` lists the studies",
+        summary,
         "`megamem study STUDY --help` explains a study.",
         "Studies of models. Training needs none of them.",
     )
     studies = study.add_subparsers(dest="study", metavar="STUDY", required=True)
-    for name in STUDY_MODULES:
+    for name in modules:
         importlib.import_module(name).add_parser(studies)
-    parser.studies = tuple(studies.choices)
-    return parser
+    return tuple(studies.choices)
+
+
+def _study_nothing(_: argparse.Namespace) -> NoReturn:
+    from pretrain.errors import ConfigError
+
+    raise ConfigError(
+        f"`megamem study` is the laboratory's, which is not installed: `{_ADDED_BY}`, in a checkout of megamem, adds it"
+    )
 
 
 def _is_path(action: argparse.Action) -> bool:
@@ -253,7 +263,9 @@ class SuggestingParser(argparse.ArgumentParser):
     `~` of a path for the home folder, which a shell does not expand in quotes and behind `=`."""
 
     studies: tuple[str, ...] = ()
-    """Names that stand for `study NAME`, in the parser of all commands."""
+    """Names that stand for `study NAME`, in the parser of all commands; none without the laboratory."""
+    elsewhere: str = ""
+    """Sentence behind the refusal of a name that is no command's, with a space before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
@@ -271,7 +283,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but settle here what is left over: the options of this command are known here."""
-        words = _join_two_words(sys.argv[1:] if args is None else args)
+        words = _join_two_words(sys.argv[1:] if args is None else args, self._names())
         if words[:1] and words[0] in self.studies:
             words = ["study", *words]
         parsed, extras = super().parse_known_args(words, namespace)
@@ -284,6 +296,11 @@ class SuggestingParser(argparse.ArgumentParser):
             self.error("unrecognized arguments: " + " ".join(extras))
         return parsed, []
 
+    def _names(self) -> set[str]:
+        """Names of this parser's commands."""
+        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return {*self.studies, *(name for group in groups for name in group.choices)}
+
     def _print_message(self, message: str, file: Any = None) -> None:
         # As argparse does, which keeps to itself that nobody could be told.
         (file or sys.stderr).write(message)
@@ -294,6 +311,8 @@ class SuggestingParser(argparse.ArgumentParser):
 
         hint = self._nearest(message)
         where = f"`{self.prog} --help` lists what there is."
+        if "invalid choice" in message:
+            where += self.elsewhere
         text = f"megamem: error: {printable(message)}{f': did you mean {hint}?' if hint else '.'} {where}"
         self.exit(_USAGE_ERROR, textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n")
 

@@ -18,11 +18,11 @@ from exported_models import export_all, load, some_tokens
 from huggingface_models import BASE, MODELS, TOKEN_MAP, VOCAB_SIZE
 from torch import Tensor
 
+from lab.maintenance.served_tables import grow
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
 from pretrain.convert.huggingface.folder import open_folder
 from pretrain.errors import CheckpointError
-from tools.maintenance.served_tables import grow
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 

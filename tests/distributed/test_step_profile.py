@@ -16,6 +16,9 @@ import torch
 from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
+from lab.bench import step_profile
+from lab.bench.step_profile import Phase, measure_steps, profiled_steps
+from lab.bench.timeline import Range, RangeTimes, Timeline
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
@@ -24,9 +27,6 @@ from parallel.exchange import Exchange
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.planning.costs.step import Part, part_costs
-from tools.bench import step_profile
-from tools.bench.step_profile import Phase, measure_steps, profiled_steps
-from tools.bench.timeline import Range, RangeTimes, Timeline
 
 NUM_STEPS = 2
 

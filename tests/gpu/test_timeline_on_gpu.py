@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tools.bench.timeline import Range, Timeline
+from lab.bench.timeline import Range, Timeline
 
 
 def test_parts_take_the_time_of_their_work(gpu: torch.device) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from kernels import select
 from kernels.implementations import automatic
+from lab.bench.kernels import draw_ids
+from lab.bench.retrieval import RETRIEVALS, _unordered_tucker
 from megamem.retrieval.config import TuckerConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError, UserError
-from tools.bench.kernels import draw_ids
-from tools.bench.retrieval import RETRIEVALS, _unordered_tucker
 from tools.cli import build_parser, main
 
 REPOSITORY = Path(__file__).parents[2]

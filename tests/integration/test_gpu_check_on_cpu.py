@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
+from lab.gpu_check import command
+from lab.gpu_check.command import Check
+from lab.gpu_check.plan import Command, Plan, Trial, full_plan, with_keys
 from tools import cli
-from tools.gpu_check import command
-from tools.gpu_check.command import Check
-from tools.gpu_check.plan import Command, Plan, Trial, full_plan, with_keys
 
 TINY = (
     "model.num_layers=2",
@@ -43,7 +43,7 @@ def plan() -> Plan:
             Trial("many", with_keys(config, "parallel.memory=2"), 4, like="one"),
         ),
         first={
-            "Order": Command(("tools.gpu_check.sanitized", "2"), 2),
+            "Order": Command(("lab.gpu_check.sanitized", "2"), 2),
             "Writes": Command(("zipfile", "-c", "{folder}/made.zip", "Makefile")),
             "Of 4": Command(("platform",), 4),
         },
@@ -104,7 +104,7 @@ def test_everything_is_run_judged_and_written_down(
     assert "- **other**: other losses: " in text
     assert "| unable | failed | rank 0 failed with " in text
     assert "$ python -m platform terse\nLinux" in text
-    assert "$ python -m tools.gpu_check.sanitized 2\n" in text
+    assert "$ python -m lab.gpu_check.sanitized 2\n" in text
     assert "3 steps on 2 ranks, memories on a stream of their own: no GPU, and so no streams to look at" in text
     assert "| Of 4 | skipped | needs 4 GPUs |" in text
     assert "| many | skipped | needs 4 GPUs |" in text

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="exported models are loaded with it: 
 
 
 def test_logits_move_the_more_the_fewer_bits_tables_have(saved_run: Path) -> None:
-    command = [sys.executable, "-m", "tools.maintenance.table_bits", str(saved_run), __file__, "48"]
+    command = [sys.executable, "-m", "lab.maintenance.table_bits", str(saved_run), __file__, "48"]
     made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.stdout.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["as weights", "int8", "int4"]

@@ -1,4 +1,4 @@
-"""`tools.maintenance.bank_splits`: where only columns are split it counts what a plan counts, else what adds up to it."""
+"""`lab.maintenance.bank_splits`: where only columns are split it counts what a plan counts, else what adds up to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.maintenance import bank_splits
+from lab.maintenance.bank_splits import SPLITS, Sent, Split
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.planning.costs.hardware import load_hardware
@@ -15,8 +17,6 @@ from pretrain.planning.costs.rows import moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import TimePart
 from pretrain.planning.costs.traffic import lookup_traffic
-from tools.maintenance import bank_splits
-from tools.maintenance.bank_splits import SPLITS, Sent, Split
 
 CONFIG = Path(__file__).parents[2] / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"
 H100 = load_hardware("h100-80g")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lab.studies.compare.rules import load_configs
+from lab.studies.compare.tuning import read_tuning
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from tools.studies.compare.rules import load_configs
-from tools.studies.compare.tuning import read_tuning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "peer", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
-from pretrain.errors import ConfigError
-from tools.drawing import svg
-from tools.metrics import Curves
-from tools.studies.compare.arguments import seed_list
-from tools.studies.compare.report import (
+from lab.studies.compare.arguments import seed_list
+from lab.studies.compare.report import (
     Tuned,
     order,
     plot,
@@ -24,9 +20,13 @@ from tools.studies.compare.report import (
     table,
     trials_table,
 )
-from tools.studies.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
-from tools.studies.compare.runs import RunResult, read_result, time_left
-from tools.studies.compare.tuning import Trial, Tuning
+from lab.studies.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
+from lab.studies.compare.runs import RunResult, read_result, time_left
+from lab.studies.compare.tuning import Trial, Tuning
+from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
+from pretrain.errors import ConfigError
+from tools.drawing import svg
+from tools.metrics import Curves
 
 CONFIG = RunConfig(
     name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))

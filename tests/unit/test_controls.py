@@ -11,6 +11,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from lab.studies.compare.addresses import Addresses
+from lab.studies.compare.controls import (
+    MEANINGS,
+    NEEDED,
+    controls_of,
+    controls_section,
+    distinct,
+    trained_once,
+    verdict,
+)
+from lab.studies.compare.leads import leads, leads_picture
+from lab.studies.compare.runs import RunResult
 from megamem.controls import others
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import RunConfig
@@ -21,18 +33,6 @@ from pretrain.evaluation.analysis.losses import reading_others
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.drawing import svg
 from tools.metrics import Curves
-from tools.studies.compare.addresses import Addresses
-from tools.studies.compare.controls import (
-    MEANINGS,
-    NEEDED,
-    controls_of,
-    controls_section,
-    distinct,
-    trained_once,
-    verdict,
-)
-from tools.studies.compare.leads import leads, leads_picture
-from tools.studies.compare.runs import RunResult
 
 TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
 VOCAB_SIZE = 4096

@@ -85,7 +85,7 @@ def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
 def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: int) -> None:
     """Lookups that read far more than a rank's part of the table, whose ids are sorted together; replicas send each other
     all of it."""
-    from tools.maintenance.agreement import figures
+    from lab.maintenance.agreement import figures
 
     config = replace(
         SPLIT,
@@ -106,8 +106,8 @@ def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: i
 def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: str | None) -> None:
     """Stages whose copy of a bank has other numbers of readers send sums of as many rows; tensor-parallel ranks hand each
     other heads, which two of them may share."""
+    from lab.maintenance.agreement import figures
     from pretrain.planning.dryrun.peers import mismatches
-    from tools.maintenance.agreement import figures
 
     assert isinstance(COPIES_OF_ROWS.model.memory, MoveConfig)
     memory = replace(COPIES_OF_ROWS.model.memory, num_gate_heads=heads, value_dim=32 * heads)
@@ -135,7 +135,7 @@ def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: 
 )
 def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig, num_replicas: int) -> None:
     """Files, and rows of two steps, of all replicas, beside the largest moment of a step; ids are exchanged once per step."""
-    from tools.maintenance.agreement import figures
+    from lab.maintenance.agreement import figures
 
     config = replace(whole, parallel=replace(whole.parallel, memory=32 // num_replicas))
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
@@ -169,7 +169,7 @@ def test_layers_that_share_a_bank_fetch_its_rows_once() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
-    from tools.maintenance.agreement import figures
+    from lab.maintenance.agreement import figures
 
     config = CONFIGS[name]
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
@@ -200,7 +200,7 @@ def test_weights_move_to_their_buffer_before_gradients_in_bf16_have_one() -> Non
 
 
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
-    from tools.maintenance.agreement import figures
+    from lab.maintenance.agreement import figures
 
     (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
     off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
@@ -322,9 +322,9 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
 
 def allocations_of_a_real_step() -> tuple[int, int]:
     """Bytes held, and at the peak of a step, of one of two gloo ranks with data."""
+    from lab.bench.synthetic_run import SyntheticRun
     from pretrain.engine.session import session
     from pretrain.planning.dryrun.recorder import Recorder
-    from tools.bench.synthetic_run import SyntheticRun
 
     with session(REAL) as groups, Recorder({}, answers=False).recording() as recorder:
         run = SyntheticRun(REAL, groups)

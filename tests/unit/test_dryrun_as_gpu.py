@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from lab.maintenance.check_plan import CONFIGS, on_few_ranks
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -23,7 +24,6 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
 from tests.deadline import launch_within
-from tools.maintenance.check_plan import CONFIGS, on_few_ranks
 
 WORLD = 4
 MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16)

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
+from lab.studies.fit.fits import fits, report
+from lab.studies.fit.law import Law, fit, lacking
+from lab.studies.fit.picture import picture
+from lab.studies.fit.points import Point
 from pretrain.errors import ConfigError
-from tools.studies.fit.fits import fits, report
-from tools.studies.fit.law import Law, fit, lacking
-from tools.studies.fit.picture import picture
-from tools.studies.fit.points import Point
 
 
 def law(floor: float, terms: list[tuple[float, float]], amounts: list[float]) -> float:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch.cuda._sanitizer import ArgumentHandler
 
+from lab.gpu_check.judge import Verdict, judge, judge_resumed
+from lab.gpu_check.page import Output, page
+from lab.gpu_check.plan import Plan, Trial, full_plan
+from lab.gpu_check.sanitized import main, pass_over_sparse_tensors, sanitized_config
+from lab.gpu_check.trial import Observed, RuleOfTokens
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.planning.costs.held import held_bytes
 from tools.cli import build_parser
-from tools.gpu_check.judge import Verdict, judge, judge_resumed
-from tools.gpu_check.page import Output, page
-from tools.gpu_check.plan import Plan, Trial, full_plan
-from tools.gpu_check.sanitized import main, pass_over_sparse_tensors, sanitized_config
-from tools.gpu_check.trial import Observed, RuleOfTokens
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_what_only_a_gpu_can_tell_comes_first(plan: Plan) -> None:
     assert {*written} == read == {"{folder}/machine.yaml"}
     parser = build_parser()
     for command in (*plan.first.values(), *plan.commands.values()):
-        if command.words[0] == "tools.cli":
+        if command.words[0] == "lab":
             assert parser.parse_args([*command.words[1:]]).func
 
 
@@ -93,8 +93,8 @@ def test_the_sanitizer_begins_when_the_environment_is_settled(
 ) -> None:
     sanitized = [command for title, command in plan.first.items() if title.startswith("Order of streams")]
     assert [(*command.words, command.num_gpus) for command in sanitized] == [
-        ("tools.gpu_check.sanitized", "1", 1),
-        ("tools.gpu_check.sanitized", "2", 2),
+        ("lab.gpu_check.sanitized", "1", 1),
+        ("lab.gpu_check.sanitized", "2", 2),
     ]
     done: list[str] = []
     devices: list[str] = []
@@ -108,7 +108,7 @@ def test_the_sanitizer_begins_when_the_environment_is_settled(
     # Put back behind the test.
     monkeypatch.setattr(ArgumentHandler, "_handle_argument", ArgumentHandler._handle_argument)
     monkeypatch.setattr("torch.cuda._sanitizer.enable_cuda_sanitizer", lambda: done.append("sanitizer"))
-    monkeypatch.setattr("tools.gpu_check.trial.train", lambda *_: done.append("train"))
+    monkeypatch.setattr("lab.gpu_check.trial.train", lambda *_: done.append("train"))
     monkeypatch.setattr("parallel.launch.launch_ranks", lambda work, number: [work() for _ in range(number)])
     for device, number, order, said in (
         ("cuda", 2, ["session", "sanitizer", "train"], "2 ranks, memories on a stream of their own: no two uses"),

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.studies.compare.growth import Growth, planned, read_growth
+from lab.studies.compare.growth_report import GrownFigures, report, table
+from lab.studies.compare.rules import ModelFigures
+from lab.studies.compare.runs import RunResult
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from tools.metrics import Curves
-from tools.studies.compare.growth import Growth, planned, read_growth
-from tools.studies.compare.growth_report import GrownFigures, report, table
-from tools.studies.compare.rules import ModelFigures
-from tools.studies.compare.runs import RunResult
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "upscale"
 WAY = {"insert": "solar", "blocks": 2, "trained": "all"}

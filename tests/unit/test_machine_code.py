@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.static.reads import Reads
-from tools.bench.static.sass import Code, SourceLoop
-from tools.bench.static.warp import Latencies, follow
+from lab.bench.static.reads import Reads
+from lab.bench.static.sass import Code, SourceLoop
+from lab.bench.static.warp import Latencies, follow
 
 LATENCIES = Latencies(load=100, shared=10, other=5, operands=3, barrier=7)
 

@@ -94,11 +94,12 @@ def others(tmp_path: Path) -> Path:
 
 
 def test_the_packages_are_all_that_there_are() -> None:
-    assert set(PACKAGES) == {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"tests"}
+    assert set(PACKAGES) == {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"lab", "tests"}
 
 
 def test_a_wheel_has_every_module_and_no_name_that_others_have(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"megamem", "megamem_rooms", "megamem-0.1.0.dist-info"}
+    assert {path.name for path in (installed / "megamem_rooms").iterdir()} == {*PACKAGES, "configs"} - {"megamem"}
     sources = {
         path.relative_to(REPOSITORY)
         for name in PACKAGES
@@ -143,6 +144,14 @@ def test_nobody_hides_another(where: str, installed: Path, others: Path) -> None
 
 def test_the_program_is_a_module_too(installed: Path, others: Path) -> None:
     assert run_python("-m", "megamem", "--version", path=(installed,), cwd=others).startswith("megamem ")
+
+
+def test_the_program_needs_no_laboratory(installed: Path, others: Path) -> None:
+    """Even where metadata of one are found, as those of the environment that runs the tests."""
+    shown = run_python("-m", "megamem", "--help", path=(installed,), cwd=others)
+    assert "    study " in shown
+    assert "gpu-check" not in shown
+    assert "pip install ./lab" in run_python("-m", "megamem", "study", "--help", path=(installed,), cwd=others)
 
 
 def test_a_snapshot_of_installed_packages_is_that_of_a_checkout_in_form(installed: Path, tmp_path: Path) -> None:

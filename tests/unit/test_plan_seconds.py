@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kernels.common.tiles import accumulate_instructions
+from lab.maintenance.bank_splits import reading
+from lab.maintenance.check_plan import shipped_models
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
@@ -29,8 +31,6 @@ from pretrain.planning.costs.timing import TimePart, assumptions, beside_backwar
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables
 from tools import cli
-from tools.maintenance.bank_splits import reading
-from tools.maintenance.check_plan import shipped_models
 from tools.vocabulary import with_vocabulary
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.stages import load_config, load_stages
-from pretrain.config.updates import keeps_rows
-from pretrain.config.validate import validate
-from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
-from pretrain.planning.costs.stages import Division
-from pretrain.run.preflight import check_gpu_memory
-from tests.deadline import launch_within
-from tools.maintenance import check_plan
-from tools.maintenance.plan_page import (
+from lab.maintenance import check_plan
+from lab.maintenance.plan_page import (
     FEWER,
     GPUS,
     MODELS,
@@ -35,6 +27,14 @@ from tools.maintenance.plan_page import (
     outlook_row,
     rows_of,
 )
+from pretrain.config.stages import load_config, load_stages
+from pretrain.config.updates import keeps_rows
+from pretrain.config.validate import validate
+from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
+from pretrain.planning.costs.stages import Division
+from pretrain.run.preflight import check_gpu_memory
+from tests.deadline import launch_within
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL_FOLDER = REPOSITORY / "configs" / "ultramemv2"
@@ -131,7 +131,7 @@ def test_the_page_names_the_files() -> None:
 def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tools.maintenance.agreement import Figure
+    from lab.maintenance.agreement import Figure
 
     held, activations = (
         Figure("stage 0, weights", 101.0, 100.0, 0.02),

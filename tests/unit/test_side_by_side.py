@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.studies.compare.runs import RunStopped
+from lab.studies.compare.side_by_side import Job, core_shares, run_side_by_side
 from pretrain.errors import DataError
-from tools.studies.compare.runs import RunStopped
-from tools.studies.compare.side_by_side import Job, core_shares, run_side_by_side
 
 PATIENCE_S = 60.0
 
@@ -80,7 +80,7 @@ def test_the_time_that_others_take_is_told_by_their_steps(
 ) -> None:
     """An hour per look at the clock: once at the beginning, once as each job starts and once as it ends."""
     clock = iter(range(0, 3600 * 100, 3600))
-    monkeypatch.setattr("tools.studies.compare.side_by_side.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lab.studies.compare.side_by_side.time.monotonic", lambda: next(clock))
     steps = {"looks": 0, "short": 100, "long": 300}
     run_side_by_side([job(name, lambda: None, of_it) for name, of_it in steps.items()], 1, 1)
     told = [line for line in capsys.readouterr().out.splitlines() if "done" in line]

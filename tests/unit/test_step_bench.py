@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.device_activity import DeviceActivity, Work
+from lab.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
+from lab.bench.step_profile import StepTimes, turns
+from lab.bench.timeline import Range, RangeTimes
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
@@ -17,10 +21,6 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.step import Part, part_costs
 from pretrain.planning.costs.timing import TimePart, step_time
-from tools.bench.device_activity import DeviceActivity, Work
-from tools.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
-from tools.bench.step_profile import StepTimes, turns
-from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
 
 H100 = load_hardware("h100-80g")

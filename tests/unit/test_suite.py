@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.studies.probe.picture import draw, picture, table
 from pretrain.data.manifest import VALIDATION, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
@@ -19,7 +20,6 @@ from pretrain.evaluation.suite.ask import Rows
 from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
 from pretrain.evaluation.suite.tasks import NUM_HOPS, TASKS, is_asked
 from pretrain.evaluation.suite.texts import Filler, Writer
-from tools.studies.probe.picture import draw, picture, table
 
 DEPTHS = (0.0, 0.3, 0.5, 1.0)
 NUM_WRONG = 3

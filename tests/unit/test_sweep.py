@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.studies.compare.sweep import sweep_picture, swept_key
+from lab.studies.compare.tuning import Trial, Tuning
 from pretrain.config.stages import load_config
-from tools.studies.compare.sweep import sweep_picture, swept_key
-from tools.studies.compare.tuning import Trial, Tuning
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -7,11 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig, TrainConfig
-from pretrain.errors import ConfigError
-from tools.metrics import Curves
-from tools.studies.compare.runs import RunResult
-from tools.studies.compare.target import (
+from lab.studies.compare.runs import RunResult
+from lab.studies.compare.target import (
     Reached,
     check_target,
     crossing,
@@ -22,6 +19,9 @@ from tools.studies.compare.target import (
     target_section,
     verdict,
 )
+from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig, TrainConfig
+from pretrain.errors import ConfigError
+from tools.metrics import Curves
 
 CONFIG = RunConfig(
     name="a",

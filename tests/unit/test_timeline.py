@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tools.bench import timeline as module
-from tools.bench.timeline import Range, RangeTimes, Timeline
+from lab.bench import timeline as module
+from lab.bench.timeline import Range, RangeTimes, Timeline
 
 CPU = torch.device("cpu")
 

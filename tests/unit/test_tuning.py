@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.studies.compare.rules import load_configs
+from lab.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from tools.studies.compare.rules import load_configs
-from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 KEYS = {

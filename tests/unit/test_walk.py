@@ -1,4 +1,4 @@
-"""`tools.maintenance.walk`: the files that a key's value passes."""
+"""`lab.maintenance.walk`: the files that a key's value passes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.maintenance.walk import Walk
 from pretrain.config.stages import load_config
-from tools.maintenance.walk import Walk
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+_FOLDER = Path(__file__).parent
 
-def render(template: str, **values: Any) -> str:
-    """Fill one of the templates beside this file."""
-    return _environment().get_template(template).render(**values)
+
+def render(template: str, folder: Path = _FOLDER, **values: Any) -> str:
+    """Fill one of the templates beside this file, or one of another folder, which may use these."""
+    return _environment(folder).get_template(template).render(**values)
 
 
 @cache
-def _environment() -> Environment:
-    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+def _environment(folder: Path) -> Environment:
+    loader = FileSystemLoader([folder, _FOLDER])
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

@@ -14,7 +14,7 @@ BACKWARD = "backward of "
 
 _ROOT = Path(__file__).parents[3]
 # Folders of our code there.
-_OURS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tests", "tools")
+_OURS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tests", "tools", "lab")
 # Lines of the stand-ins cause nothing themselves.
 _STAND_INS = (__name__.rpartition(".")[0], "parallel.cpu")
 

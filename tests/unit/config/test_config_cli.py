@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from lab.bench.arguments import load_configs
 from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
 from tools import cli
-from tools.bench.arguments import load_configs
 
 REPOSITORY = Path(__file__).parents[3]
 

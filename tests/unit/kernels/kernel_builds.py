@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.bench.static.builds import CAPABILITIES, Launch, launcher, recorded
+from lab.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
+from lab.bench.static.work import calls_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
-from tools.bench.static.builds import CAPABILITIES, Launch, launcher, recorded
-from tools.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
-from tools.bench.static.work import calls_of
 from tools.cli import main as megamem
 from tools.vocabulary import with_vocabulary
 

@@ -1,0 +1,9 @@
+"""Names of the laboratory's packages where they are installed: beside those of `megamem`, in `megamem_rooms` (../setup.py)."""
+
+from setuptools import find_packages, setup
+
+if __name__ == "__main__":
+    setup(
+        packages=["megamem_rooms.lab", *(f"megamem_rooms.lab.{package}" for package in find_packages())],
+        package_dir={"megamem_rooms.lab": "."},
+    )
