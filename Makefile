@@ -24,14 +24,14 @@ WORKERS ?= 4
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more test-ranks serve-check check-plan mutants lock bench-gpu gpu-check clean
+.PHONY: help quickstart test test-lab lint pytest test-more test-ranks serve-check check-plan mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
 INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)" "$(ENGINE)"
 TEST_EXTRAS := dev,gpu,tracking
 # Some of every way in which ranks are started, and of what they do.
-RANK_TESTS := tests/unit/test_devices.py tests/unit/test_engine.py tests/distributed/test_launch.py tests/distributed/test_groups.py tests/distributed/test_sharded_bank.py \
+RANK_TESTS := tests/unit/test_devices.py lab/tests/unit/test_engine.py tests/distributed/test_launch.py tests/distributed/test_groups.py tests/distributed/test_sharded_bank.py \
   tests/distributed/test_kinds_layouts.py tests/distributed/test_layouts.py tests/distributed/test_checkpoint_layouts.py tests/distributed/test_optimizer_groups.py \
   tests/distributed/test_moe.py tests/distributed/test_latent_attention.py tests/distributed/test_kv_cache.py tests/integration/test_launchers.py \
   tests/integration/test_resume.py tests/integration/test_engines.py tests/integration/test_evaluate_generate.py
@@ -72,7 +72,7 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	@echo
 	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
 
-test:  ## lint, types and the whole test suite
+test:  ## lint and types of all, and the whole suite of the product
 	@$(INSTALL) $(TEST_EXTRAS)
 	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; \
 	  tests=0; $(MAKE) --no-print-directory pytest || tests=$$?; \
@@ -86,9 +86,13 @@ lint:  ## ruff, mypy, and the direction of imports
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports" --no-cache --no-logo
 
-pytest:  ## the test suite alone
+pytest:  ## the product's suite alone
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
+
+test-lab:  ## the whole suite of the laboratory
+	@$(INSTALL) $(TEST_EXTRAS)
+	"$(BIN)/python" -m pytest -p tests.every_test_collected lab/tests $(SPREAD)
 
 test-more:  ## what make test leaves out: kernels built for every generation of GPUs, a run of stages killed twenty times, lm-eval on an exported model, which the oldest and the newest transformers load, vLLM where make serve-check installed it, the largest models' initial outputs, the C++ kernels under sanitizers, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
@@ -128,7 +132,7 @@ lock:  ## after a change of pyproject.toml's packages: resolve requirements/lock
 
 bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
-	"$(PYTHON)" -m pytest -q tests/gpu
+	"$(PYTHON)" -m pytest -q tests/gpu lab/tests/gpu
 	"$(PYTHON)" -m lab bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
 	for size in 227m_1.2b 1b_7b; do \
 	  "$(PYTHON)" -m lab bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done

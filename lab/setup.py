@@ -4,6 +4,8 @@ from setuptools import find_packages, setup
 
 if __name__ == "__main__":
     setup(
+        # Or this file, in the folder of a package, would be taken for a module of it.
+        script_name="setup.py",
         packages=["megamem_rooms.lab", *(f"megamem_rooms.lab.{package}" for package in find_packages())],
         package_dir={"megamem_rooms.lab": "."},
     )

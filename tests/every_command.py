@@ -1,4 +1,4 @@
-"""The commands of the command line, as its parser knows them."""
+"""Commands and their help, as a parser of the command line knows them."""
 
 from __future__ import annotations
 
@@ -14,3 +14,11 @@ def commands_of(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) ->
     for group in groups:
         for name, child in group.choices.items():
             yield from commands_of(child, (*words, name))
+
+
+def help_pages(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Help of a parser and of all commands below it."""
+    yield parser.format_help()
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for child in {id(child): child for group in groups for child in group.choices.values()}.values():
+        yield from help_pages(child)

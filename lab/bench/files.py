@@ -11,6 +11,7 @@ import torch
 
 from lab.bench.memory_in_use import begin_peak, free_bytes, mapped_bytes, peak_bytes
 from lab.bench.synthetic_run import SyntheticRun
+from lab.pages import wrapped
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
@@ -18,7 +19,6 @@ from pretrain.engine.session import session
 from pretrain.engine.stored_tables import Waits
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.memory import stage_bytes
-from tools.pages import wrapped
 from tools.parameter_table import markdown_table
 
 _SPARE_BYTES = 2**31

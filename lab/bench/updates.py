@@ -12,6 +12,7 @@ import torch
 
 from lab.bench.memory_in_use import begin_peak, free_bytes, peak_bytes
 from lab.bench.synthetic_run import SyntheticRun
+from lab.pages import Page
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
@@ -19,7 +20,6 @@ from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from tools.drawing import model_colours, svg
-from tools.pages import Page
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.arguments import add_rounds, add_steps, add_vary, add_vocabulary, variations, with_given_vocabulary
+from lab.pages import Page
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.pages import Page
 from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import add_device, run_on_ranks
 

@@ -105,7 +105,7 @@ def full_plan() -> Plan:
         first=dict(_only_on_a_gpu()),
         trials=(*trials_of("quickstart", small), *trials_of("227M slice", slice_of_227m)),
         commands={
-            "Tests on the GPU": Command(("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")),
+            "Tests on the GPU": Command(("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "lab/tests/gpu")),
             "A step of the 227M / 1.2B model beside others": Command((*_STEP, *_ROUNDS, "--pair", "--nproc", "1")),
         },
         resumed=with_keys(small, "train.num_steps=200"),

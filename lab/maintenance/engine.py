@@ -1,7 +1,7 @@
 """List of what this code takes from Megatron-core, and what another version of it has moved.
 
 `python -m lab.maintenance.engine` compares the version that is installed with the newest recorded one before it, and
-prints a line per difference; `--record` writes its record, which `tests/unit/test_engine.py` holds it to. A record has a
+prints a line per difference; `--record` writes its record, which `lab/tests/unit/test_engine.py` holds it to. A record has a
 line for each
 
 - class, function or module that is imported,
@@ -31,7 +31,7 @@ from packaging.version import Version
 from parallel.cpu import REDIRECTIONS
 
 REPOSITORY = Path(__file__).parents[2]
-RECORDS = REPOSITORY / "tests" / "unit" / "engine"
+RECORDS = REPOSITORY / "lab" / "tests" / "unit" / "engine"
 ROOMS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools", "lab")
 ENGINE = "megatron"
 _HASH_LENGTH = 12

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import TINY, Command, MadeOnce, Megamem, Result, Start, assert_no_orphans, start_command
+from refused_disk import own_mounts_are_allowed, place, refused, words  # noqa: F401 (fixtures)
 from slurm_cluster import Cluster, missing_programs
 from slurm_site import Site
 

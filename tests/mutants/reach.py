@@ -120,7 +120,7 @@ def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
         "tests.mutants.reach_plugin",
         "-p",
         "no:cacheprovider",
-        *tests,
+        *(tests or ("tests", "lab/tests")),
     ]
     code = subprocess.run(command, cwd=root, env={**os.environ, "MEGAMEM_REACH": str(raw)}).returncode
     if code != 0:

@@ -33,7 +33,6 @@ def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     [
         (("tra",), {"train"}),
         (("checkpoint", "con"), {"convert"}),
-        (("study", "comp"), {"compare"}),
         (("train", "--nod"), set()),
         (("train", "--np"), {"--nproc"}),
         (("generate", "runs/quickstart", "--temp"), {"--temperature"}),

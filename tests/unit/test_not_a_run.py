@@ -30,7 +30,6 @@ COMMANDS = [
     "checkpoint diff PATH PATH",
     "checkpoint convert PATH new",
     "upscale PATH --output new --blocks 1 --insert solar",
-    "study probe PATH",
     "train PATH --from PATH --run-dir new data.datasets=null",
 ]
 
@@ -70,7 +69,7 @@ def test_a_file_that_is_no_configuration_either(capsys: pytest.CaptureFixture[st
     assert "makes, runs/<name of the configuration> or its --run-dir" in said(capsys, "eval PATH", "notes.yml")
 
 
-@pytest.mark.parametrize("command", ["eval PATH", "generate PATH", "replay PATH --step 3", "study probe PATH"])
+@pytest.mark.parametrize("command", ["eval PATH", "generate PATH", "replay PATH --step 3"])
 def test_a_checkpoint_is_no_run(capsys: pytest.CaptureFixture[str], command: str) -> None:
     Path("run/checkpoints/step_00000003").mkdir(parents=True)
     assert said(capsys, command, "run/checkpoints/step_00000003").endswith(

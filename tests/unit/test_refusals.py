@@ -19,7 +19,7 @@ from tests.every_command import commands_of
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = sorted(commands_of(cli.build_parser()))
+COMMANDS = sorted(commands_of(cli.build_parser((), ())))
 
 
 def refused_by_system(number: int, path: Path | None) -> OSError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.small_chunks import CHUNKS, OF_STEPS
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools")
+PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools", "lab")
 OF_CHUNKS = re.compile(
     r"_(AT_ONCE|AT_A_TIME|PER_READ|ON_CPU|(READ|PART|BLOCK|SPAN|CHUNK|ITEM|BATCH)_BYTES|"
     r"(WINDOW|SLICE|PART|BLOCK|ROUND)_ELEMENTS|BATCH_RECORDS)$"
@@ -43,7 +43,7 @@ def constants() -> Iterator[str]:
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             # Studies' own loops are run by studies; code of an exported folder is imported under other names.
-            if {"bench", "studies", "maintenance", "remote_code"} & set(path.parts):
+            if {"bench", "studies", "maintenance", "tests", "remote_code"} & set(path.parts):
                 continue
             module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab.pages import Page
 from lab.studies.compare.controls import MEANINGS
 from pretrain.errors import ConfigError
-from tools.pages import Page
 from tools.parsers import positive
 from tools.ranks import started_world_size
 

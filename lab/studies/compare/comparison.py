@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from lab.pages import Page
 from lab.studies.compare.addresses import Addresses, addresses_of
 from lab.studies.compare.controls import (
     Controlled,
@@ -32,7 +33,6 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from tools.drawing import svg
-from tools.pages import Page
 from tools.ranks import import_engine
 from tools.vocabulary import with_vocabulary_of
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lab.pages import Page
 from lab.studies.compare.arguments import command_line, open_page
 from lab.studies.compare.growth_report import GrownFigures, plot, report, table
 from lab.studies.compare.key_files import read_keys
@@ -24,7 +25,6 @@ from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from pretrain.run.folder import RunFolder
 from tools.drawing import svg
-from tools.pages import Page
 from tools.ranks import default_num_ranks, import_engine
 from tools.vocabulary import with_vocabulary_of
 

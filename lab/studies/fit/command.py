@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from lab.pages import Page
 from lab.studies.fit.fits import fits, report
 from lab.studies.fit.picture import IN_WORDS, picture
 from lab.studies.fit.points import read_points
 from pretrain.errors import ConfigError
 from tools.drawing import svg
-from tools.pages import Page
 from tools.parsers import add_command
 
 _EPILOG = """\

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lab.bench.arguments import load_configs
 from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
+from tests.every_command import help_pages
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[3]
@@ -145,17 +145,13 @@ def test_usage_errors_name_the_nearest_word(
 
 def test_what_the_examples_of_the_help_name_is_there() -> None:
     """Configurations and documents; runs and data sets are the reader's own, and some files another package's."""
-    parser = cli.build_parser()
-    pages = [parser.format_help()]
-    waiting = [parser]
-    while waiting:
-        for action in waiting.pop()._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                waiting += action.choices.values()
-                pages += [child.format_help() for child in action.choices.values()]
-    named = {path for page in pages for path in re.findall(r"(?:configs|docs|tests)/[\w./*-]+", page)}
+    named = {
+        path
+        for page in help_pages(cli.build_parser((), ()))
+        for path in re.findall(r"(?:configs|docs|tests)/[\w./*-]+", page)
+    }
     assert len(named) > 5
-    for path in named - {"docs/comparison.md", "docs/*.txt"}:
+    for path in named - {"docs/*.txt"}:
         assert list(REPOSITORY.glob(path.rstrip("."))), path
 
 
@@ -168,17 +164,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "key=value" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("megamem ")
-
-
-@pytest.mark.parametrize("words", [["compare", "a.yaml"], ["bench", "a.yaml"], ["bench", "step", "a.yaml"]])
-def test_studies_are_answered_by_their_names_alone(words: list[str]) -> None:
-    parser = cli.build_parser()
-    assert parser.parse_args(words) == parser.parse_args(["study", *words])
-    assert f"\n    {words[0]} " not in parser.format_help()
-
-
-def test_a_folder_may_be_called_as_a_study(capsys: pytest.CaptureFixture[str]) -> None:
-    assert usage_error(capsys, "status", "compare").startswith("megamem: error: compare: no such folder")
 
 
 @pytest.mark.parametrize(
@@ -347,23 +332,9 @@ def test_bytes_per_parameter_follow_the_optimizer(
         ("config check", "--ranks 2"),
         ("plan", "--gpus 8 --gpu h100-80g"),
         ("dryrun", "--world-size 8"),
-        ("study bench step", "--nproc 2"),
-        ("bench step", "--rounds 1"),
-        ("study bench generate", "--tokens 3"),
-        ("study bench updates", "--vary seed=1,2"),
-        ("study compare", "--nproc 2"),
-        ("study recall", "--nproc 2"),
-        ("study probe", "--nproc 2"),
     ],
 )
 def test_overrides_stand_on_either_side_of_options(command: str, option: str) -> None:
     args = cli.build_parser().parse_args([*command.split(), "a.yaml", "seed=3", *option.split(), "optimizer.lr=1e-4"])
     words = [*getattr(args, "configs", getattr(args, "words", ())), *args.overrides]
     assert [word for word in words if "=" in word] == ["seed=3", "optimizer.lr=1e-4"]
-
-
-def test_late_overrides_of_a_benchmark_count(config_file: Path) -> None:
-    config_file.write_text("model: {vocab_size: 300}\ntrain: {num_steps: 7}")
-    words = ["bench", "step", str(config_file), "train.num_steps=8", "--rounds", "1", "train.num_steps=9"]
-    (config,) = load_configs(cli.build_parser().parse_args(words)).values()
-    assert config.train.num_steps == 9

@@ -1,6 +1,6 @@
 """The gathers against their naive twins: forward and every gradient, in every implementation.
 
-Triton's kernels run in its interpreter where there is no GPU (`tests/conftest.py`); `tests/gpu` runs the same
+Triton's kernels run in its interpreter where there is no GPU (`conftest.py`); `tests/gpu` runs the same
 comparisons on one.
 """
 

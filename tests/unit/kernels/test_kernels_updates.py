@@ -1,6 +1,6 @@
 """Kernels of updates by row against their twins, to the bit, in every implementation.
 
-Triton's kernels run in its interpreter (`tests/conftest.py`), in few launches.
+Triton's kernels run in its interpreter (`conftest.py`), in few launches.
 
 Legend: R rows of a table, N rows of a gradient, W columns.
 """

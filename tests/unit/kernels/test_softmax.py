@@ -1,6 +1,6 @@
 """The loss's kernels against their twins, in every implementation.
 
-Triton's kernels run in its interpreter (`tests/conftest.py`), in few launches.
+Triton's kernels run in its interpreter (`conftest.py`), in few launches.
 
 Legend: n tokens, V ids.
 """

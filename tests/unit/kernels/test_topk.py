@@ -1,7 +1,7 @@
 """The selections of retrieval in every implementation against their twins, and the twins against Python's own sort.
 
 Scores are often quantised: equal ones then are everywhere, and decide. Triton's kernels run in its interpreter where
-there is no GPU (`tests/conftest.py`).
+there is no GPU (`conftest.py`).
 
 Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows kept by the first stage, K retrieved.
 """

@@ -24,7 +24,7 @@ from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError, UserError
 from tools.cli import build_parser, main
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SMALL = ["bench", "kernels", "--rows", "500", "--tokens", "3", "--rounds", "1"]
 
 

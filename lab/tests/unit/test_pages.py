@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.pages import Page, wrapped
 from pretrain.errors import ConfigError
-from tools.pages import Page, wrapped
 
 
 def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pretrain.planning.costs.timing import TimePart, step_time
 from tools.cli import build_parser
 
 H100 = load_hardware("h100-80g")
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def config_of(name: str, *overrides: str) -> RunConfig:

@@ -10,7 +10,7 @@ from lab.studies.compare.sweep import sweep_picture, swept_key
 from lab.studies.compare.tuning import Trial, Tuning
 from pretrain.config.stages import load_config
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 @pytest.mark.parametrize(
