@@ -1,6 +1,6 @@
 """Products of bf16 on cores that cannot multiply it, taken in fp32.
 
-PyTorch multiplies bf16 there number by number, 6 to 25 times slower than fp32 (docs/dev/log.md). `products_in_fp32()`
+PyTorch multiplies bf16 there number by number, 6 to 25 times slower than fp32 (lab/docs/log.md). `products_in_fp32()`
 puts wider kernels in the place of its own for CPUs: operands are converted, multiplied, and the result is rounded once,
 which is what cores with bf16 give up to the order of a sum. The kernels lie below autograd, so that forward, backward,
 Megatron's layers and ours all reach them, while weights, tables and what is kept for backward stay in bf16. They are

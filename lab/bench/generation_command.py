@@ -27,7 +27,7 @@ cache, so a token costs a pass over it alone.
 """
 _TABLES_EPILOG = """\
 examples:
-  megamem study bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
+  megamem study bench tables lab/configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
 
 Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in
 host memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lab.maintenance.agreement import Figure
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+OF_STUDIES = Path(__file__).parents[1] / "configs"
 # Folders of files without a model: hardware, clusters, tuning.
 _NO_MODELS = ("hardware", "clusters", "tuning")
 _VOCABULARY = 4096
@@ -143,10 +144,10 @@ def _runs(paths: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[str,
 
 
 def shipped_models() -> list[str]:
-    """The files of `configs` that name a model."""
+    """The files of `configs`, and of the laboratory's, that name a model."""
     return [
         str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-        for path in sorted(CONFIGS.rglob("*.yaml"))
+        for path in sorted((*CONFIGS.rglob("*.yaml"), *OF_STUDIES.rglob("*.yaml")))
         if path.parent.name not in _NO_MODELS
         and path.stem not in ("base", "recipe", "three_phases", "growth", "growth_memory")
     ]

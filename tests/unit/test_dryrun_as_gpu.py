@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lab.maintenance.check_plan import CONFIGS, on_few_ranks
+from lab.maintenance.check_plan import CONFIGS, OF_STUDIES, on_few_ranks
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -216,7 +216,10 @@ def test_a_planted_defect_is_found_with_its_line(
     assert (kind, line_of(plant, text), what) in planted
 
 
-QUICK = [str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "compare/lave", "compare/ultramem")]
+QUICK = [
+    str(CONFIGS / "quickstart.yaml"),
+    *(str(OF_STUDIES / "compare" / f"{name}.yaml") for name in ("lave", "ultramem")),
+]
 """Configurations that take a few seconds: a memory of each slot; `make check-plan` has all that are shipped."""
 DENSE = replace(SMALL, model=replace(SMALL.model, memory=None))
 LAYOUTS = {

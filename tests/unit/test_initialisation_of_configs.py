@@ -33,7 +33,8 @@ from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance, t
 from pretrain.config.stages import load_config
 from tests.costly import COSTLY
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
 CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)
 # Tolerance of every variance, and the sampling error of its measurement that must be reached first.
 TOLERANCE, STANDARD_ERROR = 0.1, 0.03
@@ -43,7 +44,7 @@ LAYERS_PER_SEED, MOST_SEEDS = 2, 12
 def tucker_models() -> dict[str, ModelConfig]:
     """The configurations to which the choices apply: product keys have constants of their own, and no `initialisation`."""
     models = {}
-    for path in sorted(CONFIGS.rglob("*.yaml")):
+    for path in sorted((*CONFIGS.rglob("*.yaml"), *(REPOSITORY / "lab" / "configs").rglob("*.yaml"))):
         # Stages train models of other files (`test_shipped_stages.py`).
         if path.parent.name == "stages":
             continue
@@ -52,7 +53,7 @@ def tucker_models() -> dict[str, ModelConfig]:
             model = load_config(path).model
             # Those in inserted blocks begin with values of zeros: they promise no variance.
             if isinstance(model.memory, TuckerConfig) and not model.memory.is_inserted:
-                models[str(path.relative_to(CONFIGS).with_suffix(""))] = model
+                models[str(path.relative_to(REPOSITORY).with_suffix("")).replace("configs/", "", 1)] = model
     return models
 
 
@@ -120,9 +121,9 @@ MEASURED = (
     "ablations/table4_dk880",
     "ablations/table5_1to8",
     "ablations/table7_s16_ring",
-    "compare/rows/rows_00841",
-    "compare/ultramem",
-    "compare/ultramemv2_block",
+    "lab/compare/rows/rows_00841",
+    "lab/compare/ultramem",
+    "lab/compare/ultramemv2_block",
     "quickstart",
     "ultramem/227m_1.2b",
     "ultramem/500m_6.8b",

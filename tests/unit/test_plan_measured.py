@@ -1,4 +1,4 @@
-"""Plans, beside steps that were measured on one H100 (docs/dev/log.md, the entry of 2026-11-27)."""
+"""Plans, beside steps that were measured on one H100 (lab/docs/log.md, the entry of 2026-11-27)."""
 
 from __future__ import annotations
 

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from lab.commands import COMMANDS, STUDIES
 from tools.cli import build_parser
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")), REPOSITORY / "kernels" / "README.md"]
+PAGES = [
+    *(REPOSITORY / folder / "README.md" for folder in (".", "kernels", "lab")),
+    *(page for folder in ("docs", "lab/docs") for page in sorted((REPOSITORY / folder).rglob("*.md"))),
+]
 
 
 def tracked_files(repository: Path) -> list[str]:
@@ -102,7 +106,7 @@ def commands_of_pages() -> list[str]:
 @pytest.mark.parametrize("line", commands_of_pages())
 def test_command_parses(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        args = build_parser().parse_args(shlex.split(line)[1:])
+        args = build_parser(COMMANDS, STUDIES).parse_args(shlex.split(line)[1:])
     except SystemExit:
         pytest.fail(capsys.readouterr().err)
     assert isinstance(args, argparse.Namespace)
@@ -130,6 +134,7 @@ def test_linked_headings_exist(page: Path) -> None:
 
 
 def test_there_are_links_to_check() -> None:
+    assert len(PAGES) > 30
     assert "](docs/" in README
 
 

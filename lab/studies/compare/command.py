@@ -30,10 +30,10 @@ from tools.ranks import add_nproc, default_num_ranks, fewest_ranks
 
 _EPILOG = """\
 examples:
-  megamem study compare configs/compare/*.yaml --nproc 2
-  megamem study compare configs/compare/*.yaml --tune configs/tuning/small.yaml --nproc 2 --report docs/comparison.md
-  megamem study compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
-  megamem study compare configs/upscale/small.yaml --grow configs/upscale/growth.yaml --nproc 2 --run-dir runs/growth
+  megamem study compare lab/configs/compare/*.yaml --nproc 2
+  megamem study compare lab/configs/compare/*.yaml --tune lab/configs/tuning/small.yaml --nproc 2 --report lab/docs/comparison.md
+  megamem study compare lab/configs/compare/dense.yaml lab/configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
+  megamem study compare lab/configs/upscale/small.yaml --grow lab/configs/upscale/growth.yaml --nproc 2 --run-dir runs/growth
 
 Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
 tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a

@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 BASE_FILE = "base.yaml"
-"""A file of this name is what others build on, and no model; it may be among those named (`configs/compare/*.yaml`)."""
+"""A file of this name is what others build on, and no model; it may be among those named (`lab/configs/compare/*.yaml`)."""
 
 SAME = (
     "train.num_steps",

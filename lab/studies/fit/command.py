@@ -17,7 +17,7 @@ from tools.parsers import add_command
 
 _EPILOG = """\
 examples:
-  megamem study compare configs/compare/widths/dense_*.yaml --nproc 1 --seeds 2 --run-dir runs/sizes
+  megamem study compare lab/configs/compare/widths/dense_*.yaml --nproc 1 --seeds 2 --run-dir runs/sizes
   megamem study fit runs/sizes
   megamem study fit runs/sizes --report docs/width.md
   megamem study fit runs/sizes runs/rows --hold-out dense_256,ultramemv2_256

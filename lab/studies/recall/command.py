@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  megamem study recall configs/compare/dense.yaml configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
+  megamem study recall lab/configs/compare/dense.yaml lab/configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
 
 Every model is trained on documents that state so many facts (names with random values) again and again, for as many
 tokens and steps as its configuration says; bytes are its tokens. Then it is asked for the values. A seed is that of

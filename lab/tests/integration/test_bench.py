@@ -70,7 +70,7 @@ def test_lengths_are_numbers(megamem: Megamem, config_file: Path) -> None:
 
 
 def test_tokens_are_timed_with_tables_in_memory_and_on_disk(megamem: Megamem, tmp_path: Path) -> None:
-    shipped = Path(__file__).parents[3] / "configs" / "compare" / "move.yaml"
+    shipped = Path(__file__).parents[2] / "configs" / "compare" / "move.yaml"
     small = ("model.num_layers=2", "model.vocab_size=300", "model.memory.vocab_size=300", "model.ffn_hidden_size=32")
     options = ("--sizes", "0.01,0.02", "--tokens", 6, "--context", 4, "--dir", tmp_path)
     result = megamem("bench", "tables", shipped, *small, *options)

@@ -16,7 +16,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "peer", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")
 SPARSE = NAMES[1:]
 MEMORIES = tuple(name for name in SPARSE if name != "moe")

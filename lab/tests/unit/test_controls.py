@@ -34,7 +34,7 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from tools.drawing import svg
 from tools.metrics import Curves
 
-TUNED = Path(__file__).parents[3] / "configs" / "compare" / "tuned"
+TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
 VOCAB_SIZE = 4096
 NAMES = ("engram", "engram_ple", "lave", "memory_plus", "move", "pkm", "tide", "ultramem", "ultramemv2")
 

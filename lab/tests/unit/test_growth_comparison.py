@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from tools.metrics import Curves
 
-FOLDER = Path(__file__).resolve().parents[3] / "configs" / "upscale"
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "upscale"
 WAY = {"insert": "solar", "blocks": 2, "trained": "all"}
 
 

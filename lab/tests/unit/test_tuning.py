@@ -16,7 +16,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 KEYS = {
     "optimizer.lr": (1e-3, 2e-3, 4e-3),
     "model.memory.key_balance_weight": (0.5,),

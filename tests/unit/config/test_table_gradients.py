@@ -56,7 +56,7 @@ def test_what_tables_cannot_have_falls_to_dense_with_the_reason(overrides: tuple
 
 
 def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
-    move = load_config(REPOSITORY / "configs" / "compare" / "optimizers" / "move_row_wise.yaml", [*KEYS])
+    move = load_config(REPOSITORY / "lab" / "configs" / "compare" / "optimizers" / "move_row_wise.yaml", [*KEYS])
     choice = chosen(replace(move, model=replace(move.model, vocab_size=None)))
     assert choice is not None
     assert choice.taken == "dense"
