@@ -1,6 +1,9 @@
 """Modules of the commands that the laboratory adds to `megamem`, in the order of `--help`. Entry points name these."""
 
-COMMANDS = ("lab.gpu_check.command",)
+COMMANDS = (
+    "lab.suite.command",
+    "lab.gpu_check.command",
+)
 
 STUDIES = (
     "lab.studies.compare.command",

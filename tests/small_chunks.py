@@ -27,8 +27,6 @@ CHUNKS: Chunks = {
     "pretrain.data.scored": {"_BYTES_AT_ONCE": 5},
     "pretrain.data.workers": {"_MAX_BATCH_BYTES": 2000, "_MAX_BATCH_RECORDS": 3},
     "pretrain.engine.table_files": {"_ROWS_OF_A_READER": 5},
-    "pretrain.evaluation.analysis.deciles": {"_TOKENS_AT_ONCE": 50},
-    "pretrain.evaluation.analysis.ngrams": {"_NGRAMS_AT_ONCE": 5},
     "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
 }
 """Constants by module, and what they are in all tests."""

@@ -1,1 +1,1 @@
-"""Trained models put to use: held-out loss, generation, tasks on long texts, analyses of the memory."""
+"""Trained models put to use: held-out loss and generation."""

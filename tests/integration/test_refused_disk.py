@@ -23,7 +23,6 @@ WRITERS: dict[str, str] = {
     "data compress": "bytes --output {place}/made.npy",
     "data package": "megamem==0 --files *.txt --output {place}/made.jsonl",
     "data codes": "{images} --patch 2 --codes 2 --output {place}/made.npz",
-    "data synthetic": "{corpus} --output {place}/made --documents 2 --lengths 256 --tasks needle",
     "tables": "{place}/run --form int8 --output {place}/made",
     "checkpoint convert": "{place}/run {place}/made",
     "serve": "{place}/run --python {engine}",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lab.tests.small_chunks import CHUNKS as OF_THE_LABORATORY
 from tests.small_chunks import CHUNKS, OF_STEPS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,7 +55,12 @@ def constants() -> Iterator[str]:
 
 
 def test_every_chunk_is_small_in_some_test() -> None:
-    listed = {f"{module}.{name}" for chunks in (CHUNKS, OF_STEPS) for module, names in chunks.items() for name in names}
+    listed = {
+        f"{module}.{name}"
+        for chunks in (CHUNKS, OF_STEPS, OF_THE_LABORATORY)
+        for module, names in chunks.items()
+        for name in names
+    }
     found = set(constants())
     assert len(found) > 25
     assert found - listed - SET_BY_A_TEST.keys() - AS_THEY_ARE.keys() == set()

@@ -6,7 +6,7 @@ from typing import Any
 
 from tools.data.inspect import add_inspect, add_verify
 from tools.data.prepare import add_prepare
-from tools.data.sources import add_codes, add_package, add_synthetic
+from tools.data.sources import add_codes, add_package
 from tools.data.token_ids import add_compress, add_tokenizer
 
 
@@ -21,4 +21,3 @@ def add_parser(subparsers: Any) -> None:
     add_package(commands)
     add_inspect(commands)
     add_verify(commands)
-    add_synthetic(commands)

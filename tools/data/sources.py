@@ -1,4 +1,4 @@
-"""`megamem data package`, `codes` and `synthetic`: documents that come from elsewhere than text files."""
+"""`megamem data package` and `codes`: documents that come from elsewhere than text files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, DataError
-from pretrain.evaluation.suite.tasks import TASKS
-from tools.data.inspect import summary
+from pretrain.errors import DataError
 from tools.parsers import add_command
 from tools.words import plural
 
@@ -28,15 +26,6 @@ examples:
 
 Patches are clustered by k-means, the same way every time, and a patch's code is its nearest mean. For images of more than
 a few colours use the codes of a trained quantiser, in the same arrays.
-"""
-
-_SYNTHETIC_EPILOG = """\
-examples:
-  megamem data synthetic data/stdlib --output data/stdlib-synthetic
-  megamem data synthetic data/stdlib --output data/retrieval --tasks needle,kv --lengths 256,1024 --documents 8000
-
-Documents of the tasks that `megamem study probe` asks, in the text and with the tokenizer of a prepared data set, to
-be blended with it. None of them holds a name that `megamem study probe` asks for.
 """
 
 
@@ -72,25 +61,6 @@ def add_codes(commands: Any) -> None:
     parser.set_defaults(func=run_codes)
 
 
-def add_synthetic(commands: Any) -> None:
-    """Adds `synthetic` to the commands of `megamem data`."""
-    parser = add_command(commands, "synthetic", "documents that reward looking back, to train on", _SYNTHETIC_EPILOG)
-    parser.add_argument(
-        "source", type=Path, metavar="DIR", help="prepared data set, whose training documents fill the text"
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--tasks", default=",".join(TASKS), metavar="T,T", help="tasks of `megamem study probe` (default: all)"
-    )
-    parser.add_argument(
-        "--lengths", default="256,512,1024", metavar="N,N", help="tokens of a document, about (default: 256,512,1024)"
-    )
-    parser.add_argument("--documents", type=int, default=3000, metavar="N", help="documents in all (default: 3000)")
-    parser.add_argument("--seed", type=int, default=1, help="of the documents (default: 1)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the data set that is in the output folder")
-    parser.set_defaults(func=run_synthetic)
-
-
 def run_package(args: argparse.Namespace) -> int:
     """`megamem data package`. Raises DataError."""
     from pretrain.data.archives import write_package_texts
@@ -109,25 +79,4 @@ def run_codes(args: argparse.Namespace) -> int:
 
     codes = quantise_file(args.images, args.output, patch=args.patch, num_codes=args.codes)
     print(f"Wrote {args.output}: {plural(codes.shape[0], 'image')} of {codes.shape[1]} codes, below {codes.max() + 1}.")
-    return 0
-
-
-def run_synthetic(args: argparse.Namespace) -> int:
-    """`megamem data synthetic`. Raises DataError, or ConfigError for a length that is too short."""
-    from pretrain.evaluation.suite.documents import prepare_documents
-
-    tasks = tuple(dict.fromkeys(args.tasks.split(",")))
-    if unknown := [task for task in tasks if task not in TASKS]:
-        raise ConfigError(f"there is no task {unknown[0]!r}: name some of {', '.join(TASKS)}")
-    try:
-        lengths = sorted({int(part) for part in args.lengths.split(",")})
-    except ValueError as error:
-        raise ConfigError(f"--lengths is {args.lengths}: give numbers with commas between them") from error
-    if min(lengths) < 1 or args.documents < 2:
-        raise ConfigError("--lengths must be at least 1, and --documents at least 2, of which one is held out")
-    dataset = prepare_documents(
-        args.source, args.output, tasks, lengths, args.documents, seed=args.seed, overwrite=args.overwrite
-    )
-    print(f"Prepared {args.output}: {plural(args.documents, 'document')} of {', '.join(tasks)}.")
-    print(summary(dataset))
     return 0

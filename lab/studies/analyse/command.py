@@ -31,7 +31,7 @@ from tools.parsers import add_command
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
-    from pretrain.evaluation.analysis.deciles import Deciles
+    from lab.analysis.deciles import Deciles
 
 _FREQUENCY_EPILOG = """\
 examples:

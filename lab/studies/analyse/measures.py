@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.analysis.deciles import Deciles, count_tokens, frequency_deciles
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import inserted_blocks
@@ -17,7 +18,6 @@ from megamem.placement.placed import PlacedMemory
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
-from pretrain.evaluation.analysis.deciles import Deciles, count_tokens, frequency_deciles
 from pretrain.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def write_found(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
 
 def measure_frequency(run: Analysed) -> None:
     """Losses by bin."""
-    from pretrain.evaluation.analysis.losses import losses_by_bin
+    from lab.analysis.losses import losses_by_bin
 
     with restored(run) as (chunks, held_out, groups):
         *of_bins, others = losses_by_bin(chunks, held_out, run.deciles.bin_of, run.config, groups)
@@ -125,7 +125,7 @@ def measure_frequency(run: Analysed) -> None:
 
 def measure_layers(run: Analysed) -> None:
     """Losses without each memory layer."""
-    from pretrain.evaluation.analysis.losses import losses_without_layers
+    from lab.analysis.losses import losses_without_layers
 
     with restored(run) as (chunks, held_out, groups):
         whole, *without = losses_without_layers(chunks, held_out, run.config, groups)
@@ -138,7 +138,7 @@ def measure_layers(run: Analysed) -> None:
 
 def measure_routing(run: Analysed) -> None:
     """Mean weights by layer, bin and slot."""
-    from pretrain.evaluation.analysis.routing import mean_weights
+    from lab.analysis.routing import mean_weights
 
     placed = of_families(run.config.model, weighs_slots)
     slots = placed[0].memory.slot_names
@@ -166,7 +166,7 @@ def measure_routing(run: Analysed) -> None:
 
 def measure_collapse(run: Analysed) -> None:
     """Distances by category and layer."""
-    from pretrain.evaluation.analysis.collapse import distances, drawn_pairs, named_pairs
+    from lab.analysis.collapse import distances, drawn_pairs, named_pairs
 
     with restored(run) as ((model,), held_out, groups):
         args, tokenizer = run.args, held_out.tokenizer
@@ -191,7 +191,7 @@ def measure_collapse(run: Analysed) -> None:
 
 def measure_heads(run: Analysed) -> None:
     """Importance of heads by block, with both readings of the loss, and how it varies within a block."""
-    from pretrain.evaluation.analysis.heads import READINGS, head_importance
+    from lab.analysis.heads import READINGS, head_importance
 
     with restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
@@ -209,7 +209,7 @@ def measure_heads(run: Analysed) -> None:
 
 def measure_ngrams(run: Analysed) -> None:
     """Hits and collisions by layer and order, gates by how often an n-gram comes, and losses with rows of others."""
-    from pretrain.evaluation.analysis.ngrams import (
+    from lab.analysis.ngrams import (
         COUNT_STEPS,
         counted_ngrams,
         gates_by_count,

@@ -61,7 +61,7 @@ def addresses_of(config: RunConfig, path: Path, num_ranks: int) -> Addresses:
 
 def _measure(run: Analysed) -> None:
     """Three passes over the held-out text. Collective."""
-    from pretrain.evaluation.analysis.losses import losses_by_bin, reading_others, without_memory
+    from lab.analysis.losses import losses_by_bin, reading_others, without_memory
 
     with restored(run, run.config.evaluation.max_sequences) as (chunks, held_out, groups):
 

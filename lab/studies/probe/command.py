@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lab.studies.probe.picture import draw, table
+from lab.suite.plan import Answers, Cell, Plan, cells
+from lab.suite.tasks import TASKS
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
-from pretrain.evaluation.suite.tasks import TASKS
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.evaluate import check_data
@@ -206,9 +206,9 @@ class _Asked:
     def _cells(self, chunks: Any, groups: Any) -> list[Cell]:
         from contextlib import nullcontext
 
+        from lab.suite.ask import Rows, ask
+        from lab.suite.texts import Filler, Writer
         from pretrain.data.held_out import evaluated_parts
-        from pretrain.evaluation.suite.ask import Rows, ask
-        from pretrain.evaluation.suite.texts import Filler, Writer
         from pretrain.progress import Progress
 
         train = self.config.train

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.suite.plan import Answers, Cell
 from parallel.refusals import naming
-from pretrain.evaluation.suite.plan import Answers, Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lab.facts import MAX_FACTS
 from lab.studies.compare.arguments import (
     add_at_once,
     add_controls,
@@ -24,13 +25,12 @@ from lab.studies.recall.report import plot, report, table
 from lab.studies.recall.told import Told
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.data.facts import MAX_FACTS
 from tools.drawing import svg
 from tools.ranks import add_nproc, import_engine
 from tools.vocabulary import with_vocabulary_of
 
 if TYPE_CHECKING:
-    from pretrain.evaluation.recall import Recall
+    from lab.studies.recall.asking import Recall
 
 _EPILOG = """\
 examples:

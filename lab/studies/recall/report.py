@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
+from lab.facts import GUESS_NATS
 from lab.studies.compare.rules import ModelFigures, inequalities
 from lab.studies.recall.told import MOST_ASKED
 from pretrain.config.schema import RunConfig
-from pretrain.data.facts import GUESS_NATS
 from tools.drawing import model_colours
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pretrain.evaluation.recall import Recall
+    from lab.studies.recall.asking import Recall
 
 Recalls: TypeAlias = Mapping[str, Mapping[int, "Sequence[Recall]"]]
 """Recalls by model and number of facts, seed by seed."""

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.facts import documents, make_facts, write_documents
 from lab.studies.compare.runs import Trainer, finished_steps
 from lab.studies.compare.side_by_side import Job
 from pretrain.config.schema import DataConfig, DatasetEntry, ParallelConfig, RunConfig
-from pretrain.data.facts import documents, make_facts, write_documents
 from pretrain.run.folder import RunFolder
 
 if TYPE_CHECKING:
+    from lab.studies.recall.asking import Recall
     from pretrain.checkpoint.folder import SavedState
-    from pretrain.evaluation.recall import Recall
 
 MOST_ASKED = 8192
 """Facts that a model is asked for, of those that it was told."""
@@ -101,8 +101,8 @@ class Told:
 
     def _answers(self) -> Recall:
         """Recall of the finished run, kept beside its checkpoint."""
+        from lab.studies.recall.asking import Recall
         from parallel.launch import launch_ranks
-        from pretrain.evaluation.recall import Recall
         from pretrain.run.saved_run import find_checkpoint
 
         saved = find_checkpoint(RunFolder(self.folder), None)
@@ -119,9 +119,9 @@ class Told:
 
 def _ask_rank(saved: SavedState, facts: Sequence[str]) -> Recall:
     """Ask on one rank."""
+    from lab.studies.recall.asking import recall
     from pretrain.data.tokenizer import ByteTokenizer
     from pretrain.engine.session import session
-    from pretrain.evaluation.recall import recall
     from pretrain.evaluation.restore import restore_model
     from pretrain.run.saved_run import saved_config
 

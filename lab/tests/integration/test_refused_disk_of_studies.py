@@ -14,6 +14,7 @@ from tests.every_command import commands_of
 from tools.cli import build_parser
 
 WRITERS: dict[str, str] = {
+    "data synthetic": "{corpus} --output {place}/made --documents 2 --lengths 256 --tasks needle",
     "study probe": "{place}/run --samples 1 --nproc 1",
     "study analyse frequency": "{place}/run --nproc 1",
     "study analyse layer-drop": "{place}/run --nproc 1",

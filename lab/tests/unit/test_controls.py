@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from lab.analysis.losses import reading_others
 from lab.studies.compare.addresses import Addresses
 from lab.studies.compare.controls import (
     MEANINGS,
@@ -29,7 +30,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.evaluation.analysis.losses import reading_others
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.drawing import svg
 from tools.metrics import Curves

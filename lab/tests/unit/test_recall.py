@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from lab.studies.compare.rules import ModelFigures
+from lab.studies.recall.asking import Recall, _batches, asked
 from lab.studies.recall.command import numbers_of_facts
 from lab.studies.recall.report import plot, report, table
 from lab.studies.recall.told import Told
 from pretrain.config.loader import config_changes, from_dict, to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.data.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.evaluation.recall import Recall, _batches, asked
 
 FACTS = make_facts(100, 3)
 

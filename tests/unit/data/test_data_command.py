@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.data.manifest import open_dataset
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import DataError
 from tests.unit.data.kinds_of_tokenizers import byte_level, word_piece
 from tools.data.command import add_parser
 
@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["prepare", "tokenizer", "inspect", "verify", "synthetic"])
+@pytest.mark.parametrize("command", ["prepare", "tokenizer", "inspect", "verify"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         megamem("data", command, "--help")
@@ -170,33 +170,6 @@ def test_headers_are_looked_at_whenever_a_data_set_is_opened(
     index.write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_dataset(output)
-
-
-def test_documents_that_reward_looking_back(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]):
-    filling, output = tmp_path / "filling", tmp_path / "synthetic"
-    megamem("data", "prepare", source, "--field", "body", "--output", filling, "--workers", 1)
-    synthetic = ("data", "synthetic", filling, "--output", output, "--lengths", "300,500", "--documents", 24)
-    assert megamem(*synthetic) == 0
-    assert "24 documents of needle, kv, hops, rounds, mapping" in capsys.readouterr().out
-    dataset = open_dataset(output)
-    assert dataset.tokenizer.fingerprint == open_dataset(filling).tokenizer.fingerprint
-    documents = dataset.open_split("train")
-    sizes = [len(ids) for ids in documents]
-    assert all(min(abs(size - 300), abs(size - 500)) < 30 for size in sizes)
-    assert all("assert " in dataset.tokenizer.detokenize(ids) for ids in documents)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    again = tmp_path / "again"
-    assert megamem("data", "synthetic", filling, "--output", again, "--lengths", "300,500", "--documents", 24) == 0
-    assert (again / "train.bin").read_bytes() == (output / "train.bin").read_bytes()
-    with pytest.raises(DataError, match="Choose another --output, or pass --overwrite"):
-        megamem(*synthetic)
-    assert megamem(*synthetic[:-1], 30, "--overwrite") == 0
-    with pytest.raises(ConfigError, match="no task 'needel'"):
-        megamem(*synthetic, "--tasks", "needel")
-    with pytest.raises(ConfigError, match="--lengths is 3,a"):
-        megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "3,a")
-    with pytest.raises(ConfigError, match=r"needs \d+ tokens"):
-        megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "30")
 
 
 def test_a_tokenizer_that_loses_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

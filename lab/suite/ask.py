@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.suite.plan import Plan, Question
+from lab.suite.texts import Text, Writer
 from parallel.groups import ParallelGroups
 from pretrain.engine.build import Chunk, unwrap
 from pretrain.engine.step import Batch, forward_passes, read_microbatch, world_sums
 from pretrain.evaluation.evaluate import passes_over
-from pretrain.evaluation.suite.plan import Plan, Question
-from pretrain.evaluation.suite.texts import Text, Writer
 from pretrain.progress import Progress
 
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from tiny_runs import PRIVATE, joined
 from torch import Tensor, nn
 
+from lab.suite.ask import Rows, ask
+from lab.suite.plan import Plan
+from lab.suite.texts import Filler, Writer
 from megamem.backbone.chunked_loss import judge
 from pretrain.data.manifest import TRAIN, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.engine.build import build_chunks
-from pretrain.evaluation.suite.ask import Rows, ask
-from pretrain.evaluation.suite.plan import Plan
-from pretrain.evaluation.suite.texts import Filler, Writer
 
 LENGTH = 192
 PLAN = Plan(("needle", "hops"), (LENGTH,), (0.0, 1.0), 2, 2, 3)
@@ -159,8 +159,8 @@ def test_a_model_is_right_as_far_as_it_can_see(
     corpus: Path, run_ranks: Any, monkeypatch: pytest.MonkeyPatch, reach: int, right: list[float]
 ) -> None:
     """All the way of a needle: texts, rows, the judgement of logits, cells. One that sees nothing is never right."""
-    from pretrain.evaluation.suite import ask as ask_module
-    from pretrain.evaluation.suite.plan import cells
+    from lab.suite import ask as ask_module
+    from lab.suite.plan import cells
 
     plan = Plan(("needle",), (LENGTH,), (0.0, 1.0), 4, 2, 3)
 

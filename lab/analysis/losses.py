@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from lab.analysis.deciles import NUM_BINS
 from megamem.controls import ControlledLookup
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.engine.step import LossSum
-from pretrain.evaluation.analysis.deciles import NUM_BINS
 from pretrain.evaluation.evaluate import evaluate, summed_losses
 
 

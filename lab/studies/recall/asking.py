@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.facts import FACT_LETTERS, NAME_LETTERS
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from pretrain.data.facts import FACT_LETTERS, NAME_LETTERS
 from pretrain.data.tokenizer import Tokenizer
 
 

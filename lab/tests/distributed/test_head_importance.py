@@ -11,9 +11,9 @@ from test_inserted_blocks import CONFIG, laid_out, with_values
 from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
+from lab.analysis.heads import HeadImportance, head_importance
 from megamem.families.midus.block import CoreWithMemory
 from pretrain.engine.build import build_chunks
-from pretrain.evaluation.analysis.heads import HeadImportance, head_importance
 
 EPSILON = 1e-4
 LENGTH = CONFIG.train.sequence_length

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lab.analysis.deciles import NUM_BINS
 from megamem.attention.documents import document_bounds
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.data.held_out import HeldOutDataset
-from pretrain.evaluation.analysis.deciles import NUM_BINS
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lab.analysis.routing import show
 from megamem.halo import UNCUT
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
@@ -26,7 +27,6 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import DatasetEntry
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.manifest import TRAIN, open_dataset
-from pretrain.evaluation.analysis.routing import show
 
 COUNT_STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Least counts of the bins: an n-gram that never came, one that came once, two or three times, and so on."""

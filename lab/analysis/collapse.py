@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.analysis.deciles import COMMON, MID, RARE, Deciles
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
-from pretrain.evaluation.analysis.deciles import COMMON, MID, RARE, Deciles
 
 Pairs = Mapping[str, Sequence[tuple[int, int]]]
 """Pairs of token ids by category."""

@@ -9,9 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from lab.suite.tasks import TASKS
 from parallel.atomic_write import atomic_write
 from pretrain.errors import ConfigError
-from pretrain.evaluation.suite.tasks import TASKS
 
 
 @dataclass(frozen=True)

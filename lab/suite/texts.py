@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.suite.tasks import MOST_FACTS, TASKS, Names, Problem, stated
 from pretrain.data.manifest import PreparedDataset
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError
-from pretrain.evaluation.suite.tasks import MOST_FACTS, TASKS, Names, Problem, stated
 
 _STATEMENTS_MEASURED = 64
 _SHARE_OF_QUESTIONS = 0.5

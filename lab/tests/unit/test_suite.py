@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from lab.studies.probe.picture import draw, picture, table
+from lab.suite.ask import Rows
+from lab.suite.plan import Answers, Cell, Plan, cells
+from lab.suite.tasks import NUM_HOPS, TASKS, is_asked
+from lab.suite.texts import Filler, Writer
 from pretrain.data.manifest import VALIDATION, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from pretrain.errors import ConfigError, DataError
-from pretrain.evaluation.suite.ask import Rows
-from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
-from pretrain.evaluation.suite.tasks import NUM_HOPS, TASKS, is_asked
-from pretrain.evaluation.suite.texts import Filler, Writer
 
 DEPTHS = (0.0, 0.3, 0.5, 1.0)
 NUM_WRONG = 3

@@ -7,11 +7,11 @@ from itertools import islice, product
 from pathlib import Path
 from random import Random
 
-from pretrain.data.facts import write_documents
+from lab.facts import write_documents
+from lab.suite.texts import Filler, Writer
 from pretrain.data.manifest import MANIFEST_FILE, TRAIN, PreparedDataset, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.errors import DataError
-from pretrain.evaluation.suite.texts import Filler, Writer
 
 
 def documents(writer: Writer, tasks: Sequence[str], lengths: Sequence[int], seed: int) -> Iterator[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.analysis.deciles import NUM_BINS, frequency_deciles, is_word
 from pretrain.errors import DataError
-from pretrain.evaluation.analysis.deciles import NUM_BINS, frequency_deciles, is_word
 
 
 def tokenizer(texts: list[bytes], eod: int) -> Any:
