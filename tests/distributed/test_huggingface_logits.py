@@ -15,10 +15,10 @@ import pytest
 import torch
 from exported import in_fewer_bits
 from exported_models import export_all, load, some_tokens
+from grown_tables import grow
 from huggingface_models import BASE, MODELS, TOKEN_MAP, VOCAB_SIZE
 from torch import Tensor
 
-from lab.maintenance.served_tables import grow
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
 from pretrain.convert.huggingface.folder import open_folder

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kernels.common.tiles import accumulate_instructions
-from lab.maintenance.bank_splits import reading
 from lab.maintenance.check_plan import shipped_models
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
@@ -26,7 +25,7 @@ from pretrain.planning.costs.rows import (
     moved_bytes,
     row_seconds,
 )
-from pretrain.planning.costs.stages import Division, stages_of
+from pretrain.planning.costs.stages import Division, Stage, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables
@@ -41,6 +40,12 @@ LAYOUT = [
     *("parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.memory=16"),
     *("train.micro_batch_size=4", "train.recompute=none"),
 ]
+
+
+def reading(stage: Stage, num_rows: int) -> Stage:
+    """The stage of one family with one lookup, of a bank of so many rows, each way."""
+    (family,) = stage.families
+    return replace(stage, families=(replace(family, lookups=(num_rows,), backward_lookups=(num_rows,)),))
 
 
 def large(*overrides: str) -> RunConfig:
@@ -132,7 +137,7 @@ def test_layers_that_share_a_table_add_up_its_gradient_once() -> None:
 def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None:
     """The same in 4 parts of rows, each in 4 of columns: a quarter of the entries, in rows of 240 and 80 columns."""
     config = large("parallel.memory_rows=4")
-    stage = reading(stages_of(config)[0], [22_861_824], [22_861_824])
+    stage = reading(stages_of(config)[0], 22_861_824)
     one = row_seconds(config, stage, 8192, H100)
     entries = 16 * 8192 * 256
     assert one.gathers == pytest.approx(2 * entries / 4 * (512 + 192) / H100.gather_bytes_per_s, rel=0.02)

@@ -41,7 +41,7 @@ CACHED_BYTES = 25e6
 while they are gathered."""
 BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
 """Entries of the busiest of R parts of the rows, over their mean, with reads by Zipf's law with 0.8, as the keyed shuffle
-spreads them (`python -m lab.maintenance.bank_splits balance`)."""
+spreads them (counted by `tools/maintenance/bank_splits.py` of 800f94cf)."""
 
 
 @dataclass(frozen=True)
