@@ -22,7 +22,6 @@ from lab.bench.arguments import (
 )
 from lab.bench.files_command import add_files_parser
 from lab.bench.generation_command import add_generation_parsers
-from lab.bench.static.command import add_static_options, check_options, run_static
 from lab.bench.updates_command import add_updates_parser
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
@@ -81,12 +80,6 @@ _KERNELS_EPILOG = """\
 examples:
   megamem study bench kernels
   megamem study bench kernels --shapes 227m 1b --tokens 2048 --dtypes bf16
-  megamem study bench kernels --static
-  megamem study bench kernels --static configs/h100/2.5b_120b_top256_on_64.yaml --stage pretrain --gpu h200-141g --zipf 0.8
-
---static builds the Triton kernels for a GPU that need not be there, and prints what their machine code tells: registers,
-spills, width of loads, instructions, barriers and loads that wait for loads; and for each op the least time by bytes, by
-instructions and by waits (kernels/README.md says what is counted).
 """
 _CONTEXT_EPILOG = """\
 examples:
@@ -133,7 +126,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add_rounds(parser)
     _add_kernel_options(parser)
-    add_static_options(parser)
     parser.set_defaults(func=run_bench_kernels)
     _add_hardware_parser(subparsers)
     parser = add_command(
@@ -233,10 +225,7 @@ def _add_context_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_kernels(args: argparse.Namespace) -> int:
-    """Measures the kernels, or reads what is built of them, and prints."""
-    check_options(args)
-    if args.static:
-        return run_static(args)
+    """Measures the kernels and prints."""
     if args.rounds < 1:
         raise ConfigError(f"--rounds is {args.rounds}: nothing is measured with less than 1")
     from lab.bench.kernels import run_kernel_bench

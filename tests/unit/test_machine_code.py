@@ -1,4 +1,4 @@
-"""Machine code as `nvdisasm` lists it, and the way of a warp through it, against hand-written listings."""
+"""Machine code as `nvdisasm` lists it, and its loops, against hand-written listings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.static.reads import Reads
-from lab.bench.static.sass import Code, SourceLoop
-from lab.bench.static.warp import Latencies, follow
-
-LATENCIES = Latencies(load=100, shared=10, other=5, operands=3, barrier=7)
+from tests.unit.kernels.machine_code.sass import Code
 
 
 def listing(*lines: str | tuple[str, int, Sequence[int], int | None]) -> str:
@@ -52,20 +48,6 @@ def test_loads_are_counted_by_their_width() -> None:
         Code(listing(("EXIT", 5, [], None)), kernel="other")
 
 
-def test_a_load_that_waits_for_a_load_comes_after_it() -> None:
-    independent = [
-        ("LDG.E R4, [R2]", 2, [], 0),
-        ("LDG.E R6, [R3]", 2, [], 1),
-        ("IADD3 R4, R4, R6, RZ", 4, [0, 1], None),
-    ]
-    way = follow(Code(listing(*independent, ("EXIT", 5, [], None)), kernel="k"), lambda loop: 1, LATENCIES)
-    # The second is issued at 2 and there at 102; the sum stalls for 4 and the end for 5.
-    assert (way.instructions, way.chain, way.cycles) == (4, 1, 111)
-    dependent = [("LDG.E R4, [R2]", 2, [], 0), ("LDG.E R6, [R4]", 2, [0], 1), ("IADD3 R4, R4, R6, RZ", 4, [1], None)]
-    way = follow(Code(listing(*dependent, ("EXIT", 5, [], None)), kernel="k"), lambda loop: 1, LATENCIES)
-    assert (way.instructions, way.chain, way.cycles) == (4, 2, 209)
-
-
 LOOP = (
     ("MOV R2, RZ", 1, [], None),
     # Around the loop, if it has nothing to do.
@@ -85,24 +67,14 @@ LOOP = (
 )
 
 
-@pytest.mark.parametrize("trips", [0, 1, 2, 5.5, 100])
-def test_a_loop_takes_its_iterations(trips: float) -> None:
+def test_a_loop_has_its_blocks_wherever_they_lie() -> None:
     code = Code(listing(*LOOP), kernel="k")
     assert [sorted(loop.blocks) for loop in code.loops] == [[1, 2, 3, 5]]
-    way = follow(code, lambda loop: trips, LATENCIES)
-    # Load, branch, barrier, branch; the rare case is left out.
-    assert way.instructions == 2 + 4 * trips + 1
-    assert way.barriers == trips
-    assert way.chain == trips
-    # 100 of the load, 5 and 5 of the branches, 7 and 1 of the barrier.
-    assert way.cycles == pytest.approx(1 + 5 + 118 * trips + 5)
 
 
-def test_a_loop_is_named_by_its_source(tmp_path: Path) -> None:
+def test_an_instruction_knows_its_source_and_outer_loops_come_first(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
-    source.write_text("def mine(x):\n    for i in range(x):\n        while x > i:\n            x -= 1\n    return x\n")
-    inner = f'\t//## File "{source}", line 4'
-    outer = f'\t//## File "{source}", line 2'
+    inner, outer = (f'\t//## File "{source}", line {line}' for line in (4, 2))
     code = Code(
         listing(
             ("MOV R2, RZ", 1, [], None),
@@ -119,28 +91,5 @@ def test_a_loop_is_named_by_its_source(tmp_path: Path) -> None:
         ),
         kernel="k",
     )
-    assert [loop.source for loop in code.loops] == [
-        SourceLoop("mine", "for i in range(x)"),
-        SourceLoop("mine", "while x > i"),
-    ]
-    way = follow(code, lambda loop: 3 if loop == code.loops[0].source else 4, LATENCIES)
-    assert way.instructions == 1 + 3 * (1 + 4 * 2 + 1) + 1
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.8])
-def test_reads_are_those_of_drawn_entries(exponent: float) -> None:
-    """Against a loop over the sorted entries themselves."""
-    reads = Reads(num_rows=300, num_entries=5000, exponent=exponent)
-    entries = [row for row, count in enumerate(reads.counts) for _ in range(count)]
-    assert len(entries) == pytest.approx(5000, rel=0.05)
-    assert reads.num_distinct == len(set(entries))
-    block, slots = 8, 3
-    begins = [i for i in range(len(entries)) if (i - entries.index(entries[i])) % block == 0]
-    cuts = [min([b for b in begins if b >= at], default=len(entries)) for at in range(0, len(entries), slots * block)]
-    lengths = [end - at for at, end in zip(cuts, [*cuts[1:], len(entries)], strict=True)]
-    assert reads.run_lengths(block, slots).tolist() == lengths
-    by_count = sorted(reads.counts.tolist(), reverse=True)
-    for cached in (0, 7, 300, 400):
-        assert reads.misses(cached) == sum(count > 0 for count in by_count[:cached]) + sum(by_count[cached:])
-    # Few rows are read most where reads are skewed.
-    assert (by_count[0] > 4 * 5000 / 300) == (exponent > 0)
+    assert [sorted(loop.blocks) for loop in code.loops] == [[1, 2, 3], [2]]
+    assert [each.source[0][1] if each.source else None for each in code.instructions] == [None, 2, 4, 4, 2, 2]

@@ -155,23 +155,3 @@ def test_zipf_rows_are_zipf_distributed() -> None:
     assert octaves[3:].max() < 1.1 / 12
     uniform = draw_ids(rows, 4096, 64, "uniform", torch.device("cpu")).flatten().bincount(minlength=rows)
     assert uniform.max() < 3 * uniform.double().mean()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--static", "--shapes", "1b"], "--shapes has no effect with --static"),
-        (["--zipf", "0.8"], "--zipf has no effect without --static"),
-        (["--static", "--gpu", "gtx"], "--gpu is gtx, of which the number of SMs is not known: use h100-80g"),
-        (["--static"], "TRITON_INTERPRET is set, and so Triton compiles nothing: unset it"),
-        (
-            ["--static", "configs/quickstart_dense.yaml"],
-            "has no memory: name a configuration whose memory retrieves rows",
-        ),
-    ],
-)
-def test_options_of_the_other_half_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "kernels", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

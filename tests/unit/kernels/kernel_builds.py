@@ -7,23 +7,20 @@ launchers themselves, at the shapes that shipped layouts leave to a rank. Prints
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab.bench.static.builds import CAPABILITIES, Launch, launcher, recorded
-from lab.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
-from lab.bench.static.work import calls_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
-from tools.cli import main as megamem
+from tests.unit.kernels.machine_code.builds import CAPABILITIES, Launch, launcher, recorded
+from tests.unit.kernels.machine_code.launches import launches_of
+from tests.unit.kernels.machine_code.limits import compiles_alike, described, of_ones, problems, specialised
 from tools.vocabulary import with_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
@@ -69,9 +66,8 @@ def launches(configs: Iterable[RunConfig], num_tokens: int | None = None) -> lis
     """Launches of these configurations' memory layers, of each that is compiled alike one."""
     found: dict[Any, Launch] = {}
     for config in configs:
-        for call in calls_of(with_vocabulary(config, 50_304), 0.0, num_tokens):
-            for launch in call.launches:
-                found.setdefault(compiles_alike(launch), launch)
+        for launch in launches_of(with_vocabulary(config, 50_304), num_tokens):
+            found.setdefault(compiles_alike(launch), launch)
     return list(found.values())
 
 
@@ -124,17 +120,6 @@ def main() -> None:
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))
-    command("command")
-    os.environ["TRITON_NVDISASM_PATH"] = "/nowhere/nvdisasm"
-    command("command without a tool")
-
-
-def command(what: str) -> None:
-    """Run `megamem bench kernels --static`, and say what it printed."""
-    words = ["bench", "kernels", "--static", "configs/ultramemv2/227m_1.2b.yaml", "--zipf", "0,0.8", *READ]
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        code = megamem(words)
-    print(json.dumps({"what": what, "code": code, "out": out.getvalue(), "err": err.getvalue()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ KERNELS = {
     for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
 }
 """Every kernel that a launcher launches."""
-OF_LOSS = {"softmax_sums_kernel", "softmax_gradient_kernel"}
-"""Kernels that no memory layer launches."""
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +75,3 @@ def test_every_kernel_keeps_its_limits_where_its_numbers_are_ones(reports: list[
     assert {report["launch"].partition("(")[0] for report in specialised} == KERNELS
     broken = [problem for report in specialised for problem in report["problems"]]
     assert not broken, "\n".join(broken)
-
-
-def test_the_command_prints_what_machine_code_tells(reports: list[dict[str, Any]]) -> None:
-    (report,) = of(reports, "command")
-    assert report["code"] == 0
-    accumulated = []
-    for part in report["out"].split("Rows read by ")[1:]:
-        code, floors, parts = part.split("\n\n")[1:4]
-        kernels = {re.split(r" {2,}", line)[1] for line in code.splitlines()[1:]}
-        assert {f"{kernel}_kernel" for kernel in kernels} == KERNELS - OF_LOSS - {"collect_sums_kernel"}
-        rows = [re.split(r" {2,}", line) for line in floors.splitlines()[1:]]
-        for _, _, of_bytes, issue, latency, _, largest, by in rows:
-            named = {"bytes": of_bytes, "issue": issue, "latency": latency}
-            assert named[by] == largest == max(named.values(), key=float)
-        accumulated.append(sum(float(row[4]) for row in rows if row[0].startswith("segment_accumulate")))
-        assert "memory: gathers of rows" in parts
-        assert "memory: table gradients" in parts
-    # Runs of entries are about as long whatever is read.
-    assert 0 < accumulated[0] < 1.25 * accumulated[1] < 1.6 * accumulated[0]
-
-
-def test_the_command_names_the_tool_that_is_missing(reports: list[dict[str, Any]]) -> None:
-    (report,) = of(reports, "command without a tool")
-    assert (report["code"], report["out"]) == (2, "")
-    said = " ".join(report["err"].split())
-    assert "/nowhere/nvdisasm is not there" in said
-    assert "pip install --force-reinstall triton==" in said

@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels.common.ops import body_of
-from lab.bench.static.sass import Code
-from pretrain.errors import ConfigError
+from tests.unit.kernels.machine_code.sass import Code
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities, times ten, that the kernels are for: A100, H100 and H200, B200."""
@@ -104,7 +103,7 @@ def launcher(op: Any) -> Any:
 
 def _refuse_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET"):
-        raise ConfigError(
+        raise RuntimeError(
             "TRITON_INTERPRET is set, and so Triton compiles nothing: unset it to look at what the compiler builds"
         )
 
@@ -198,7 +197,7 @@ def _ask(tool: str, binary: bytes, *options: str) -> str:
         file.flush()
         finished = subprocess.run([path, *options, file.name], capture_output=True, text=True, check=False)
     if finished.returncode:
-        raise ConfigError(f"{tool} cannot read what Triton {triton.__version__} built: {finished.stderr.strip()}")
+        raise RuntimeError(f"{tool} cannot read what Triton {triton.__version__} built: {finished.stderr.strip()}")
     return finished.stdout
 
 
@@ -206,13 +205,13 @@ def _tool(name: str) -> Path:
     """A tool of the wheel, as Triton finds them: `TRITON_CUOBJDUMP_PATH` names another.
 
     Raises:
-        ConfigError: it is not there.
+        RuntimeError: it is not there.
     """
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     variable = f"TRITON_{name.upper()}_PATH"
     path = Path(os.environ.get(variable, own))
     if not os.access(path, os.X_OK):
-        raise ConfigError(
+        raise RuntimeError(
             f"{path} is not there, which reads machine code: Triton's wheels from 3.6 on bring {name} along (pip install "
             f"--force-reinstall triton=={triton.__version__}), and so does NVIDIA's CUDA toolkit (set {variable})"
         )

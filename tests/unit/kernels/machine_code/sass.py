@@ -1,30 +1,18 @@
-"""Machine code of a kernel (SASS): its instructions, its control flow, and the way of one warp through it.
-
-An instruction of compute capability 7.0 and later has 128 bits, of which the upper ones say how it is issued: cycles
-until the next, the scoreboard that it sets when its result is there, and the scoreboards that it waits for. So the
-waits of a warp need not be guessed.
-"""
+"""Machine code of a kernel (SASS): its instructions and its control flow."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
-
-import kernels
 
 _LINE = re.compile(r'//## File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LOW = re.compile(r"^\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/")
-_HIGH = re.compile(r"^\s+/\* (?P<bits>0x[0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"^(?P<label>\S+):\s*$")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _GUARD = re.compile(r"^@!?U?P(?:T|\d+)\s+")
-# Lower bits of an instruction that hold none of its control bits.
-_CONTROL_SHIFT = 41
 
 
 @dataclass(frozen=True)
@@ -35,21 +23,12 @@ class Instruction:
         address: in bytes from the kernel's start.
         text: without its guard.
         is_guarded: whether a predicate decides if it takes effect.
-        stall: cycles until the next one is issued.
-        sets: scoreboard that is set when its result is there; None: its result comes after a fixed time, which `stall`
-            of whoever stands between covers.
-        frees: scoreboard that is set when its operands were read; None: likewise.
-        waits: scoreboards that it waits for.
         source: file and line of the source that it comes from, the innermost call's first, and its callers'.
     """
 
     address: int
     text: str
     is_guarded: bool
-    stall: int
-    sets: int | None
-    frees: int | None
-    waits: tuple[int, ...]
     source: tuple[tuple[str, int], ...]
 
     @property
@@ -84,17 +63,6 @@ class Block:
     successors: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SourceLoop:
-    """A `for` or `while` of a kernel's source, as in `_above: while num_above > CAPACITY`."""
-
-    function: str
-    header: str
-
-    def __str__(self) -> str:
-        return f"{self.function}: {self.header}"
-
-
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A natural loop.
@@ -102,12 +70,10 @@ class Loop:
     Attributes:
         header: number of its first block.
         blocks: numbers of all of its blocks.
-        source: the loop of the source that it is; None: none of ours.
     """
 
     header: int
     blocks: frozenset[int]
-    source: SourceLoop | None
 
 
 class Code:
@@ -143,20 +109,7 @@ class Code:
                 if header in dominators[number]:
                     found.setdefault(header, {header}).update(_body(self.blocks, dominators, header, number))
         by_size = sorted(found.items(), key=lambda item: -len(item[1]))
-        return tuple(
-            Loop(header, frozenset(blocks), self._source_of(header, blocks, found)) for header, blocks in by_size
-        )
-
-    def _source_of(self, header: int, blocks: set[int], loops: dict[int, set[int]]) -> SourceLoop | None:
-        inner = {number for other, body in loops.items() if other != header and body < blocks for number in body}
-        own = [each for number in blocks - inner for each in self.blocks[number].instructions]
-        votes: dict[SourceLoop, int] = {}
-        for instruction in own:
-            for file, line in instruction.source:
-                if (loop := _innermost_loop(file, line)) is not None:
-                    votes[loop] = votes.get(loop, 0) + 1
-                    break
-        return max(votes, key=lambda loop: votes[loop]) if votes else None
+        return tuple(Loop(header, frozenset(blocks)) for header, blocks in by_size)
 
     @cached_property
     def load_widths(self) -> dict[int, int]:
@@ -174,7 +127,6 @@ def _read(listing: str, kernel: str) -> tuple[list[Instruction], dict[str, int]]
     labels: dict[str, int] = {}
     waiting: list[str] = []
     source: list[tuple[str, int]] = []
-    pending: re.Match[str] | None = None
     inside, fresh = False, True
     for line in listing.splitlines():
         if line.split(maxsplit=1)[:1] == [".section"]:
@@ -188,28 +140,19 @@ def _read(listing: str, kernel: str) -> tuple[list[Instruction], dict[str, int]]
         elif label := _LABEL.match(line):
             waiting.append(label["label"])
         elif low := _LOW.match(line):
-            pending, fresh = low, True
+            fresh = True
             labels |= dict.fromkeys(waiting, int(low["address"], 16))
             waiting = []
-        elif pending is not None and (high := _HIGH.match(line)):
-            instructions.append(_instruction(pending, int(high["bits"], 16), tuple(source)))
-            pending = None
+            instructions.append(_instruction(low, tuple(source)))
     return instructions, labels
 
 
-def _instruction(low: re.Match[str], high: int, source: tuple[tuple[str, int], ...]) -> Instruction:
-    control = high >> _CONTROL_SHIFT
+def _instruction(low: re.Match[str], source: tuple[tuple[str, int], ...]) -> Instruction:
     text = low["text"]
-    sets, frees = control >> 5 & 7, control >> 8 & 7
     return Instruction(
         address=int(low["address"], 16),
         text=_GUARD.sub("", text),
         is_guarded=_GUARD.match(text) is not None and not text.startswith(("@PT ", "@UPT ")),
-        stall=control & 15,
-        # 7 is none.
-        sets=None if sets == 7 else sets,
-        frees=None if frees == 7 else frees,
-        waits=tuple(number for number in range(6) if control >> 11 >> number & 1),
         source=source,
     )
 
@@ -294,41 +237,3 @@ def _body(blocks: Sequence[Block], dominators: dict[int, set[int]], header: int,
             seen.add(number)
             yield number
             waiting += [each for each in dominators if number in blocks[each].successors]
-
-
-@lru_cache(maxsize=4096)
-def _innermost_loop(file: str, line: int) -> SourceLoop | None:
-    """The innermost loop of a Python file around a line; None outside of loops, and in Triton's own functions."""
-    path = _here(Path(file))
-    if path is None:
-        return None
-    best: tuple[int, SourceLoop] | None = None
-    for function in (each for each in ast.walk(_tree(path)) if isinstance(each, ast.FunctionDef)):
-        for node in ast.walk(function):
-            if isinstance(node, (ast.For, ast.While)) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                # Written out, so no loop of the machine.
-                if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("tl.static_range("):
-                    continue
-                if isinstance(node, ast.For):
-                    header = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
-                else:
-                    header = f"while {ast.unparse(node.test)}"
-                if best is None or node.lineno > best[0]:
-                    best = node.lineno, SourceLoop(function.name, header)
-    return None if best is None else best[1]
-
-
-def _here(path: Path) -> Path | None:
-    """The file that a compiler read; None if it is Triton's.
-
-    Triton's cache looks at contents, and gives out what was built of the same file in another folder.
-    """
-    if "kernels" in path.parts:
-        after = len(path.parts) - path.parts[::-1].index("kernels")
-        path = Path(kernels.__file__).parent.joinpath(*path.parts[after:])
-    return None if "triton" in path.parts or not path.exists() else path
-
-
-@lru_cache(maxsize=64)
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))

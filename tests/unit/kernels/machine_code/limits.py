@@ -10,8 +10,8 @@ import torch
 import triton
 
 from kernels.common.tiles import accumulate_instructions
-from lab.bench.static.builds import Build, Launch, build
-from lab.bench.static.offsets import places_of_lines, wrapped_offsets
+from tests.unit.kernels.machine_code.builds import Build, Launch, build
+from tests.unit.kernels.machine_code.offsets import places_of_lines, wrapped_offsets
 
 MAX_SHARED_BYTES = 48 * 1024
 """Shared memory of a program without opting in to more, on every one of these GPUs."""
