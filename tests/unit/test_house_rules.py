@@ -32,9 +32,10 @@ CONFIG_FILES = (
 
 
 def source_files(package: str) -> list[Path]:
-    """Files below a folder, without the tests that are in it."""
+    """Files below a folder, without the tests in it, and without what an installation has built there."""
     folder = REPOSITORY / package
-    files = sorted(path for path in folder.rglob("*.py") if "tests" not in path.relative_to(folder).parts)
+    others = {"tests", "build"}
+    files = sorted(path for path in folder.rglob("*.py") if others.isdisjoint(path.relative_to(folder).parts))
     assert files, f"{package} is not there: what holds of its files would hold of none"
     return files
 

@@ -44,7 +44,7 @@ def constants() -> Iterator[str]:
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             # Studies' own loops are run by studies; code of an exported folder is imported under other names.
-            if {"bench", "studies", "maintenance", "tests", "remote_code"} & set(path.parts):
+            if {"bench", "studies", "maintenance", "tests", "build", "remote_code"} & set(path.parts):
                 continue
             module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -124,3 +125,19 @@ def test_every_command_says_that_stdout_is_closed(
     assert cli.main(command.split()) == 2
     monkeypatch.undo()
     assert capsys.readouterr().err.startswith("megamem: error: standard output is closed: ")
+
+
+def test_their_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from lab.commands import COMMANDS, STUDIES; from tools.cli import build_parser; "
+        "build_parser(COMMANDS, STUDIES).format_help(); sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_shells_complete_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert "_shtab_megamem_study_compare" in script
+    assert "_shtab_megamem_data_synthetic" in script
