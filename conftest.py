@@ -18,6 +18,9 @@ def _settle_process() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    # Megatron decorates functions with torch.compile, none of which runs on a CPU: that imports Inductor, which takes a
+    # quarter of the start of this process and of every command that is started as one.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from parallel.devices import keep_cuda_out_of_this_process
 
     # Ranks are forked from this process.

@@ -21,8 +21,11 @@ from slurm.records import AttemptFolder, JobsFolder
 # Reached only when something hangs.
 _DEADLINE_S = 240.0
 
-ON_CPU = {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"}
-"""Entry of the `environment` of every profile."""
+ENVIRONMENT = [
+    {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
+    {"name": "TORCHDYNAMO_DISABLE", "value": "1", "reason": "nothing is compiled, see tests/conftest.py"},
+]
+"""Entries of every profile."""
 
 
 def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
         "time": "10",
         "lead_s": 60,
         "check": None,
-        "environment": [ON_CPU],
+        "environment": ENVIRONMENT,
         **changes,
     }
 
@@ -72,7 +75,7 @@ class Site:
         )
         srun.chmod(0o755)
         path = f"{srun.parent}:{os.environ['PATH']}"
-        return [ON_CPU, {"name": "PATH", "value": path, "reason": "an srun that fails once"}]
+        return [*ENVIRONMENT, {"name": "PATH", "value": path, "reason": "an srun that fails once"}]
 
     @property
     def job(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from commands import Megamem, assert_same_tensors, checkpoint, last_step, steps
 from slurm_cluster import Cluster
-from slurm_site import ON_CPU, Site
+from slurm_site import ENVIRONMENT, Site
 
 from pretrain.run.folder import RunFolder
 from slurm.policy import Cause
@@ -146,7 +146,7 @@ def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Clust
     hosts = site.run.parent.parent / "hosts"
     hosts.write_text("n2\nn1\n")
     entries = [
-        ON_CPU,
+        *ENVIRONMENT,
         {"name": "SLURM_HOSTFILE", "value": str(hosts), "reason": "rank 0 on the second node"},
     ]
     placed = {

@@ -14,3 +14,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if reason := unavailable(request.param, "cpu"):
         pytest.skip(f"{request.param} {reason}")
     return select_kernels(request.param, device_type="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these tests trace kernels with `torch.compile`, which the suite imports Megatron without."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
