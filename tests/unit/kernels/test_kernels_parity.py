@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import parity
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import backbone_problems, loss_problems, parity_problems, selection_problems, update_problems
 from kernels.select import select_kernels
@@ -22,9 +23,16 @@ from kernels.select import select_kernels
         ("triton", torch.bfloat16),
     ],
 )
-def test_every_implementation_passes(implementation: Implementation, dtype: torch.dtype) -> None:
+def test_every_implementation_passes(
+    implementation: Implementation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if reason := unavailable(implementation, "cpu"):
         pytest.skip(f"{implementation} {reason}")
+    if implementation == "triton":
+        # A minute of the interpreter as shipped. Programs still add up several tiles of heads, the last of which is not full.
+        shipped, *others = parity.HEADS_SHAPES
+        monkeypatch.setattr(parity, "HEADS_SHAPES", (replace(shipped, s=11), *others))
+        monkeypatch.setattr("kernels.common.tiles._GAIN_PROGRAMS", 3)
     kernels = select_kernels(implementation, device_type="cpu")
     assert list(parity_problems(kernels, "cpu", dtype)) == []
     assert list(backbone_problems(kernels, "cpu", dtype)) == []
