@@ -128,9 +128,7 @@ QUERIED = replace(
     ),
 )
 # The first experts get a token more than the last ones.
-RECOMPUTED_MIXTURE = replace(
-    MIXTURE, model=replace(MIXTURE.model, num_layers=8, moe=MoEConfig(24, 4, 128)), train=SPLIT.train
-)
+RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, moe=MoEConfig(24, 4, 128)), train=SPLIT.train)
 # Gradients of tables in bf16, which replicas send each other in windows.
 READ_TOGETHER = replace(
     SPLIT,
