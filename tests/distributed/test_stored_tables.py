@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import math
 import os
 import resource
@@ -38,7 +39,7 @@ from pretrain.errors import ConfigError
 from pretrain.train.health.replicas import differing_replicas
 from pretrain.train.loop import take_step
 
-NUM_STEPS = 4
+NUM_STEPS, EVALUATED = 4, (2, 3)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "one rank": (1, {"micro_batch_size": 4}, ("engram", "engram, ple", "two families", "move", "tide")),
     "one rank, two microbatches, recomputed": (
@@ -131,14 +132,17 @@ def trained(run: TinyRun, num_steps: int, behind: Callable[[], object] = lambda:
 
 
 def with_evaluations(config: RunConfig, groups: ParallelGroups) -> Trained:
-    """Results of all steps, of which the third has no update, and of a loss without gradients behind each."""
-    run = on_samples(config, groups)
-    from_the_start = iter([run.run.batches() for _ in range(NUM_STEPS)])
+    """Results of all steps, of which the third has no update, and of losses without gradients behind one with an update and
+    behind that, each with a step to follow."""
+    run, numbers = on_samples(config, groups), itertools.count(1)
+    from_the_start = {number: run.run.batches() for number in EVALUATED}
 
-    def evaluated() -> float:
+    def evaluated() -> float | None:
+        if (number := next(numbers)) not in EVALUATED:
+            return None
         sizes = (run.run.num_microbatches, config.train.micro_batch_size, config.train.sequence_length)
         names = ("num_microbatches", "micro_batch_size", "sequence_length")
-        return evaluation_loss(run.chunks, next(from_the_start), groups, **dict(zip(names, sizes, strict=True))).mean
+        return evaluation_loss(run.chunks, from_the_start[number], groups, **dict(zip(names, sizes, strict=True))).mean
 
     found = trained(run, NUM_STEPS, evaluated)
     assert differing_replicas(run.run) == ()
