@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 
 
@@ -27,13 +28,19 @@ def without_overlap(config: RunConfig) -> RunConfig:
 def _obstacles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Parts of a run, each with why a graph cannot hold it, and what to set instead."""
     layout, model, optimizer, train = config.parallel, config.model, config.optimizer, config.train
-    for axis in ("tensor", "pipeline", "context", "memory"):
+    for axis in ("tensor", "pipeline", "context"):
         if (size := getattr(layout, axis)) > 1:
             yield (
                 f"parallel.{axis} is {size}",
                 "so that a microbatch has messages between ranks",
                 f"use parallel.{axis}: 1",
             )
+    if memory_runs_beside(config):
+        yield (
+            f"parallel.memory is {layout.memory}",
+            "whose lookups run on a stream of their own",
+            "use parallel.overlap_memory: false",
+        )
     if model.moe is not None:
         yield "model.moe is set", "whose experts' numbers of tokens are read on the host", "use a dense feed-forward"
     if model.implementation == "transformer_engine":

@@ -142,8 +142,8 @@ class TrainConfig(Config):
     """Consecutive steps without an update (for a non-finite loss or gradient, or a spike) after which the run stops."""
     cuda_graph: Literal["none", "microbatch"] = "none"
     """microbatch: on GPUs, the passes of a microbatch are captured once as a CUDA graph and replayed, for which the host
-    takes microseconds and not tens of milliseconds. For models of one rank each, with any number of replicas. See
-    docs/megatron.md."""
+    takes microseconds and not tens of milliseconds. For models of one rank each, but for tables that are split
+    (parallel.memory, with overlap_memory: false), with any number of replicas. See docs/megatron.md."""
     kernels: Implementation = "auto"
     """Implementation of the kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
     else torch (its operations); naive: the references."""

@@ -19,7 +19,7 @@ from megamem.config import MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.engine.microbatch_graph import Capture, MicrobatchGraph, Work
 from tests.distributed.conftest import RunRanks
@@ -45,6 +45,7 @@ CASES: dict[str, RunConfig] = {
     ),
     "further tokens": with_model(PRIVATE, multi_token_prediction=MultiTokenConfig(depth=2)),
     "loss in chunks": replace(SHARED, train=replace(SHARED.train, loss_chunk_tokens=15)),
+    "split tables": replace(SHARED, parallel=ParallelConfig(memory=2, overlap_memory=False)),
     "Memory+": with_model(SHARED, memory=MemoryPlusConfig(num_keys=12, key_dim=8, value_dim=32, top_k=4)),
     "MoVE": with_model(SHARED, memory=MoveConfig(value_dim=16, num_gate_heads=2)),
     "Engram": with_model(
@@ -177,8 +178,9 @@ def test_what_a_replay_reads_stays_where_it_is(run_ranks: RunRanks, name: str) -
             run.train(3)
         return len(seen), set.union(*seen) - set.intersection(*seen)
 
-    for count, moved in run_ranks(main, 1):
-        assert count == 6
+    num_ranks = CASES[name].parallel.memory
+    for count, moved in run_ranks(main, num_ranks):
+        assert count == 6 // num_ranks
         assert not moved
 
 

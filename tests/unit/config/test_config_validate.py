@@ -201,7 +201,7 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
                 ),
                 (
                     {"model.memory": {}, "parallel.memory": 2},
-                    "parallel.memory is 2, so that a microbatch has messages between ranks: use parallel.memory: 1",
+                    "parallel.memory is 2, whose lookups run on a stream of their own: use parallel.overlap_memory: false",
                 ),
                 (
                     {"data.documents": "separate"},
