@@ -18,9 +18,6 @@ def _settle_process() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    # Megatron decorates functions with torch.compile, none of which runs on a CPU: that imports Inductor, which takes a
-    # quarter of the start of this process and of every command that is started as one.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from parallel.devices import keep_cuda_out_of_this_process
 
     # Ranks are forked from this process.
@@ -32,6 +29,9 @@ def _settle_process() -> None:
     if not torch.cuda.is_available():
         # Triton decides when it is imported: without a GPU its kernels are interpreted.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # Megatron decorates functions with torch.compile, none of which runs on a CPU: that imports Inductor, which takes
+        # a fifth of the start of this process and of every command that is started as one.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         # The first backward pass of a process starts a thread per device, and forks cannot have any. Fake tensors pretend
         # that there is a GPU where PyTorch's usual build finds none: let the first pass be before them.
         torch.ones(1, requires_grad=True).sum().backward()
