@@ -319,11 +319,8 @@ def _(base: Outputs, second: Outputs) -> None:
     assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
 
 
-# Evaluated on all that is held out, in long windows, as there are few of them.
-BOTH = replace(
-    set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))),
-    train=replace(RUN.train, sequence_length=64),
-    evaluation=EvaluationConfig(max_sequences=None),
+BOTH = set_key(
+    set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))), "evaluation.max_sequences", None
 )
 
 
