@@ -137,6 +137,8 @@ def wrong_sums(config: RunConfig, accumulate: SegmentAccumulate) -> tuple[int, l
                 whole.index_add_(0, ids.flatten(), (coef * vec.unsqueeze(1)).flatten(0, 1))
                 if number % replicas == replica:
                     table_gradient(table, ids - rows.start, coef, vec[:, columns], accumulate=accumulate)
+            # As autograd does behind a pass' last lookup.
+            table.waiting_lookups.add_up()  # type: ignore[attr-defined]
             expected[table] = whole[rows, columns].flatten()
         for chunk in run.chunks:
             chunk.finish_grad_sync()

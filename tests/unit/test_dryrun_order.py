@@ -149,15 +149,16 @@ def gradients_released_without_a_wait() -> Iterator[None]:
 def gradients_on_their_stream(*, waits: bool = True, holds: bool = True) -> Plant:
     """`GradientStream.add` without a wait for its operands, or of operands that nobody holds."""
 
-    def add(self: Any, accumulate: Any, *tensors: Any) -> None:
+    def add(self: Any, lookup: Any, gradient: Any) -> None:
         import torch
 
         if waits:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            accumulate(*tensors)
+            lookup.add_to(gradient)
         if holds:
-            self._under_way.append(SimpleNamespace(caller=self._stream, done=self._stream.record_event(), held=tensors))
+            done = self._stream.record_event()
+            self._under_way.append(SimpleNamespace(caller=self._stream, done=done, lookup=lookup))
 
     return lambda: patch("kernels.common.gradient_stream.GradientStream.add", add)
 
