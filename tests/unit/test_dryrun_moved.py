@@ -86,16 +86,11 @@ def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
     assert launched - fewer == plans[0] - plans[1] + len(memory.tables)
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["dense gradients", "rows that were read"])
-def test_a_plan_counts_the_launches_that_lookups_share(rows: bool) -> None:
+def test_a_plan_counts_the_launches_that_lookups_share() -> None:
     """Four layers read two banks, and each bank's lookups are sorted and added up as one."""
     memory = replace(MEMORIES["Tucker cores"], sharing=SharingConfig(pattern="block", group=2))
     config = config_of(MEMORIES["Tucker cores"])
-    config = replace(
-        config,
-        model=replace(config.model, num_layers=4, memory=memory),
-        optimizer=replace(config.optimizer, table_gradients="rows" if rows else "dense"),
-    )
+    config = replace(config, model=replace(config.model, num_layers=4, memory=memory))
 
     def main() -> list[int]:
         from pretrain.planning.dryrun.rank import dry_run

@@ -97,14 +97,6 @@ def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[Me
     return max(found, key=total, default={})
 
 
-def operands_of_lookups(config: RunConfig, stage: Stage, tokens: int) -> float:
-    """Bytes of what a microbatch's lookups leave for gradients of tables: ids, coefficients and vectors."""
-    return sum(
-        len(family.backward_lookups) * _gradients_under_way(config, family, tokens)[MemoryPart.EXCHANGE]
-        for family in stage.families
-    )
-
-
 def _gradients_under_way(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:
     memory, group, element = family.memory, config.parallel.memory, config.train.element_bytes
     lookup, has_products = memory.lookup, memory.width("pre_values") > 0

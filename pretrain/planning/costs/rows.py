@@ -173,7 +173,7 @@ def added_together(config: RunConfig, num_entries: int, num_lookups: float) -> f
         num_entries: of a lookup.
         num_lookups: of the bank in a backward pass over a microbatch.
     """
-    if not keeps_rows(config.optimizer) and (memory_runs_beside(config) or config.train.recompute == "full"):
+    if keeps_rows(config.optimizer) or memory_runs_beside(config) or config.train.recompute == "full":
         return 1
     return max(1, min(num_lookups, MOST_JOINED_ENTRIES // num_entries))
 
