@@ -143,7 +143,8 @@ def passes(reads: int, *, has_pre: bool = True, recomputed: bool = False) -> Cou
     counts.update({Range(Phase.BACKWARD, part): reads for part in backward})
     counts[Range(Phase.FORWARD, Part.PROJECTIONS)] = 2 * reads
     counts[Range(Phase.BACKWARD, Part.PROJECTIONS)] = (2 if has_pre else 1) * reads
-    counts[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
+    # Both tables of two layers are added up as one, but where each block has a backward pass of its own.
+    counts[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)] = (2 if recomputed else 1) * reads
     if recomputed:
         counts.update(
             {Range(Phase.BACKWARD, where.part): n for where, n in list(counts.items()) if where.phase == Phase.FORWARD}
