@@ -9,14 +9,14 @@ Legend: L lookups, T tokens of all of them, J rows read per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kernels.common.device_bytes import MOST_JOINED_ENTRIES
+from kernels.common.kept_results import kept_on
 
 Accumulate: TypeAlias = Callable[..., None]
 """A `kernels.common.tables.SegmentAccumulate`."""
@@ -48,23 +48,11 @@ class Lookup:
         return self.accumulate, *(None if x is None else (x.shape[1:], x.dtype) for x in operands)
 
 
-def joined(lookups: Sequence[Lookup]) -> Iterator[Lookup]:
-    """The lookups in their order, as many of them in one as can be.
+def joined(lookups: Sequence[Lookup]) -> Lookup:
+    """Lookups that are like each other as one, in their order.
 
     Tables that are read by the same tensors of ids get one tensor for them, too, whose sort they share.
     """
-    begin, num_entries = 0, 0
-    for end, lookup in enumerate(lookups):
-        entries = lookup.ids.numel()
-        if end > begin and (num_entries + entries > MOST_JOINED_ENTRIES or not lookup.is_like(lookups[begin])):
-            yield _as_one(lookups[begin:end])
-            begin, num_entries = end, 0
-        num_entries += entries
-    if lookups:
-        yield _as_one(lookups[begin:])
-
-
-def _as_one(lookups: Sequence[Lookup]) -> Lookup:
     if len(lookups) == 1:
         return lookups[0]
     bins = [lookup.bins for lookup in lookups if lookup.bins is not None]
@@ -79,11 +67,7 @@ def _as_one(lookups: Sequence[Lookup]) -> Lookup:
 
 def _joined_ids(ids: Sequence[Tensor]) -> Tensor:
     """Ids of all lookups, [T, J], kept on the first one's: they live as long as a table's lookups that need them."""
-    first, *others = ids
-    versions = [each._version for each in ids]
-    known: tuple[list[Tensor], list[int], Tensor] | None = getattr(first, _ATTRIBUTE, None)
-    if known is not None and versions == known[1] and list(map(id, others)) == list(map(id, known[0])):
-        return known[2]
-    together = torch.cat([first, *others])
-    setattr(first, _ATTRIBUTE, (others, versions, together))
+    key = tuple((id(each), each._version) for each in ids)
+    # Beside the others, whose numbers would be those of other tensors if they went.
+    together, _ = kept_on(ids[0], _ATTRIBUTE, key, lambda: (torch.cat(list(ids)), ids[1:]))
     return together

@@ -20,7 +20,7 @@ class Roundings(Protocol):
     """Roundings of a bf16 gradient, one after the other (`table.roundings`)."""
 
     def next(self) -> Rounding:
-        """Those of the next lookup that is added."""
+        """Rounding of the next lookup that is added."""
         ...
 
 
@@ -37,30 +37,36 @@ def add_to_main_grad(table: Tensor, lookup: Lookup) -> None:
         stream.add(lookup, main_grad)
 
 
-class WaitingLookups:
-    """Lookups of a table in a backward pass, which wait for the last of them (`table.waiting_lookups`).
+def wait_for_last_lookup(table: Tensor) -> None:
+    """Have a table's lookups wait for the last of a backward pass (`table.waiting_lookups`).
 
-    Autograd calls `add_up` before it hands the table's gradient on, when it has been through all lookups of a pass. In
-    blocks that are computed again, each block has a pass of its own.
+    Autograd adds them up before it hands the table's gradient on, when it has been through all of them. In blocks that are
+    computed again, each block has a pass of its own.
     """
+    waiting = WaitingLookups(table)
+    table.waiting_lookups = waiting  # type: ignore[attr-defined]
+    table.register_hook(lambda _: waiting.add_up())
+
+
+class WaitingLookups:
+    """Lookups that wait to be added to the gradient of their table as one."""
 
     def __init__(self, table: Tensor) -> None:
         # The table holds this.
         self._table = weakref.ref(table)
         self._lookups: list[Lookup] = []
-        self._num_entries = 0
 
     def append(self, lookup: Lookup) -> None:
-        """Let a lookup wait. If it and those before it are too many, those are added up now."""
-        if self._num_entries + lookup.ids.numel() > MOST_JOINED_ENTRIES:
+        """Let a lookup wait. Lookups before it are added up now if with it they are too many, or cannot be one."""
+        num_entries = sum(each.ids.numel() for each in [*self._lookups, lookup])
+        if self._lookups and (num_entries > MOST_JOINED_ENTRIES or not lookup.is_like(self._lookups[0])):
             self.add_up()
         self._lookups.append(lookup)
-        self._num_entries += lookup.ids.numel()
 
-    def add_up(self, *_: object) -> None:
+    def add_up(self) -> None:
         """Add all that wait to the table's gradient."""
         table = self._table()
         assert table is not None
-        waiting, self._lookups, self._num_entries = self._lookups, [], 0
-        for lookup in joined(waiting):
-            add_to_main_grad(table, lookup)
+        waiting, self._lookups = self._lookups, []
+        if waiting:
+            add_to_main_grad(table, joined(waiting))

@@ -25,7 +25,7 @@ class DistinctRows:
     Attributes:
         rows: [N] int64, ascending. On a GPU N is the most that there could be, and rows behind the last repeat the first.
         sources: [N] int64, the row of the sums that belongs to each of `rows`; None: its own.
-        slots: of each lookup, in the shape of its ids: the rows of the sums, -1 for rows that others hold.
+        slots: rows of the sums for each lookup, in the shape of its ids; -1 for rows that others hold.
     """
 
     rows: Tensor
@@ -37,7 +37,7 @@ class RowGradient:
     """A table's gradient of one step.
 
     Attributes:
-        num_rows: of the table.
+        num_rows: rows of the table.
         repeats: lookups of a microbatch, all of which read the same rows.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
@@ -46,7 +46,7 @@ class RowGradient:
     def __init__(self, num_rows: int, width: int) -> None:
         """
         Args:
-            num_rows, width: of the table.
+            num_rows, width: sizes of the table.
         """
         self.num_rows, self._width = num_rows, width
         self.repeats = 1
@@ -71,7 +71,7 @@ class RowGradient:
 
     @property
     def _key(self) -> tuple[int, ...]:
-        """The same for tables that the same lookups read: their tensors of ids live in the lookups."""
+        """Key that tables have in common which the same lookups read: their tensors of ids live in the lookups."""
         return (self.num_rows, *(id(lookup.ids) for lookup in self._lookups))
 
     def _add_up(self, read: DistinctRows) -> None:
@@ -101,7 +101,7 @@ def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1)
 
     Args:
         lookups: ids of each, at least one, of any shape. A number outside [0, num_rows) is of a row that others hold.
-        num_rows: of the table.
+        num_rows: rows of the table.
         repeats: times that every row is there.
     """
     ids = torch.cat([ids.reshape(-1) for ids in lookups])

@@ -12,7 +12,7 @@ struct Reads {
   const int32_t* ids;
   const int32_t* last_id;
   const Operand* coef;
-  int64_t J, C, W, rows, ahead = rows_ahead(W * sizeof(Row));
+  int64_t J, C, W, rows, ahead;
 
   bool has(int64_t j) const { return has_row(rows, ids[j]); }
   const Row* row(int64_t j) const { return table + ids[j] * W; }
@@ -194,7 +194,8 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; ++t) {
       if (bins == nullptr) {
-        sum_groups(sums.data(), Reads<Row, Operand>{table, ids + t * J, ids + M - 1, coef + t * J * C, J, C, W, rows},
+        sum_groups(sums.data(), Reads<Row, Operand>{table, ids + t * J, ids + M - 1, coef + t * J * C, J, C, W, rows,
+                                               ahead},
                    per_group);
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import cpp
+from kernels.common.kept_results import kept_on
 from kernels.common.ops import custom_op
 from kernels.common.rounding import Rounding, round_stochastically
 from kernels.common.row_gradient import distinct_rows
@@ -38,13 +39,7 @@ def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order
     """
     if torch.compiler.is_compiling():
         return sort(ids, num_rows)
-    key = (sort, num_rows, ids._version)
-    known = getattr(ids, _ATTRIBUTE, None)
-    if known is None or known[0] != key:
-        known = (key, sort(ids, num_rows))
-        setattr(ids, _ATTRIBUTE, known)
-    order: Order = known[1]
-    return order
+    return kept_on(ids, _ATTRIBUTE, (sort, num_rows, ids._version), lambda: sort(ids, num_rows))
 
 
 def torch_segment_accumulate(

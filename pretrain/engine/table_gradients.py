@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from kernels.common.gradient_stream import GradientStream
-from kernels.common.main_grad import WaitingLookups
+from kernels.common.main_grad import wait_for_last_lookup
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from parallel.multiprocessors import context_of_share
@@ -47,8 +47,7 @@ def add_after_last_lookup(model: MemoryGPTModel) -> None:
     for bank in model.banks.values():
         for table in bank.parameters():
             if hasattr(table, "main_grad"):
-                table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
-                table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
+                wait_for_last_lookup(table)
 
 
 def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel, stream: GradientStream) -> None:

@@ -111,7 +111,7 @@ def _most_rows_of_banks(
     """The same by bank of a family."""
     layout = config.parallel
     entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
-    for rows, lookups in _lookups_of_banks(stage, family):
+    for rows, lookups in lookups_of_banks(stage, family):
         # All layers read the same rows of a bank that every stage holds.
         different = 1 if _has_copies(stage, family) else lookups
         yield min(entries * num_replicas * different, rows / layout.memory_rows)
@@ -181,7 +181,7 @@ def _most_ids_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> 
     reads = [
         lookups * family.memory.lookup.rows
         for family in stage.families
-        for _, lookups in _lookups_of_banks(stage, family)
+        for _, lookups in lookups_of_banks(stage, family)
     ]
     return max(reads, default=0.0) * config.parallel.memory * division.rank_tokens
 
@@ -191,7 +191,7 @@ def _has_copies(stage: Stage, family: FamilyInStage) -> bool:
     return any(bank.on_every_stage for bank in stage.trained_banks if bank.memory.kind == family.memory.kind)
 
 
-def _lookups_of_banks(stage: Stage, family: FamilyInStage) -> list[tuple[int, float]]:
+def lookups_of_banks(stage: Stage, family: FamilyInStage) -> list[tuple[int, float]]:
     """A family's trained banks: rows of each, and the lookups per microbatch, of banks of as many rows the mean."""
     banks = [bank.num_rows for bank in stage.trained_banks if bank.memory.kind == family.memory.kind]
     return [(rows, family.backward_lookups.count(rows) / banks.count(rows)) for rows in banks]

@@ -27,7 +27,7 @@ from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.read_rows import scaled_bytes
+from pretrain.planning.costs.read_rows import lookups_of_banks, scaled_bytes
 from pretrain.planning.costs.stages import FamilyInStage, Stage
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
@@ -77,10 +77,10 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
     total = RowSeconds()
     again = config.train.recompute == "full" and not stage.reads_before_blocks
     for family in stage.families:
-        num_entries = config.parallel.memory * tokens * family.memory.lookup.rows
+        num_entries = _entries(config, family, tokens)
         for bank_rows, number in Counter(family.lookups).items():
             total += number * _forward(config, family, bank_rows, num_entries, hardware)
-        for bank_rows, number, together in _backward_lookups(config, stage, family, num_entries):
+        for bank_rows, number, together in _backward_lookups(config, stage, family, tokens):
             both = _backward(config, family, bank_rows, num_entries, together, hardware)
             if again:
                 both += _forward(config, family, bank_rows, num_entries, hardware)
@@ -93,19 +93,22 @@ def num_additions(config: RunConfig, stage: Stage, tokens: int) -> float:
     return sum(
         number / together
         for family in stage.families
-        for _, number, together in _backward_lookups(
-            config, stage, family, config.parallel.memory * tokens * family.memory.lookup.rows
-        )
+        for _, number, together in _backward_lookups(config, stage, family, tokens)
     )
 
 
 def _backward_lookups(
-    config: RunConfig, stage: Stage, family: FamilyInStage, num_entries: int
+    config: RunConfig, stage: Stage, family: FamilyInStage, tokens: int
 ) -> Iterator[tuple[int, int, float]]:
     """Rows of a family's banks, lookups of banks of as many rows, and how many of a bank's are added up as one."""
-    trained = Counter(bank.num_rows for bank in stage.trained_banks if bank.memory.kind == family.memory.kind)
+    num_entries, of_banks = _entries(config, family, tokens), dict(lookups_of_banks(stage, family))
     for bank_rows, number in Counter(family.backward_lookups).items():
-        yield bank_rows, number, added_together(config, num_entries, number / max(1, trained[bank_rows]))
+        yield bank_rows, number, added_together(config, num_entries, of_banks.get(bank_rows, number))
+
+
+def _entries(config: RunConfig, family: FamilyInStage, tokens: int) -> int:
+    """Entries M of a lookup, with `tokens` on a rank."""
+    return config.parallel.memory * tokens * family.memory.lookup.rows
 
 
 def _forward(

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from kernels.common import joined_lookups, main_grad
-from kernels.common.main_grad import WaitingLookups
+from kernels.common import main_grad
+from kernels.common.main_grad import wait_for_last_lookup
 from kernels.common.rounding import Rounding
 from kernels.select import Kernels
 from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
@@ -33,8 +33,7 @@ class Layers:
         self.x = [torch.randn(TOKENS, WIDTH, generator=g).to(dtype) for _ in READS]
         if wait:
             for table in self.tables:
-                table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
-                table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
+                wait_for_last_lookup(table)
 
     def out(self, layer: int) -> Tensor:
         """A layer's output, [T, W]."""
@@ -82,8 +81,7 @@ def test_no_more_entries_are_joined_than_may_be(
 ) -> None:
     """The first two layers have 24 entries, the last two 30."""
     sorts = sorts_from_now_on(kernels, monkeypatch)
-    for module in (joined_lookups, main_grad):
-        monkeypatch.setattr(module, "MOST_JOINED_ENTRIES", most)
+    monkeypatch.setattr(main_grad, "MOST_JOINED_ENTRIES", most)
     waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)
     waiting.backward()
     assert len(sorts) == num_sorts
@@ -132,8 +130,7 @@ def test_lookups_that_are_joined_are_rounded_once(kernels: Kernels) -> None:
 def test_a_table_is_not_kept_by_its_lookups() -> None:
     """A cycle would hold its memory until Python looks for cycles."""
     table = Parameter(torch.zeros(2, 3))
-    table.waiting_lookups = WaitingLookups(table)  # type: ignore[attr-defined]
-    table.register_hook(table.waiting_lookups.add_up)  # type: ignore[attr-defined]
+    wait_for_last_lookup(table)
     gone = weakref.ref(table)
     del table
     assert gone() is None
