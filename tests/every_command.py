@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from tools.parsers import command_groups
+
 
 def commands_of(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[str]:
     """All commands below a parser that have none below them, as a person types them."""
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    groups = command_groups(parser)
     if not groups:
         yield " ".join(words)
     for group in groups:
@@ -19,6 +21,5 @@ def commands_of(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) ->
 def help_pages(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Help of a parser and of all commands below it."""
     yield parser.format_help()
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    for child in {id(child): child for group in groups for child in group.choices.values()}.values():
+    for child in {id(child): child for group in command_groups(parser) for child in group.choices.values()}.values():
         yield from help_pages(child)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megamem import start
 from tools.added import COMMANDS, STUDIES, added_modules
 from tools.completion import add_completion
-from tools.parsers import add_command
+from tools.parsers import add_command, command_groups
 
 COMMAND_MODULES = (
     "tools.train",
@@ -298,8 +298,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def _names(self) -> set[str]:
         """Names of this parser's commands."""
-        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return {*self.studies, *(name for group in groups for name in group.choices)}
+        return {*self.studies, *(name for group in command_groups(self) for name in group.choices)}
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # As argparse does, which keeps to itself that nobody could be told.

@@ -11,6 +11,11 @@ _LINE = 119
 _OVERRIDES = "set a key, as in optimizer.lr=3e-4, model.memory=null or data.datasets.0.path=DIR (the value is YAML)"
 
 
+def command_groups(parser: argparse.ArgumentParser) -> list[Any]:
+    """Groups of commands right below a parser, whose `choices` are parsers by name: one or none, as argparse has it."""
+    return [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+
+
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, description: str | None = None
 ) -> argparse.ArgumentParser:

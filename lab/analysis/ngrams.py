@@ -55,11 +55,11 @@ class Loads:
     """Rows of one layer's heads of one order, as the sample reads them.
 
     Attributes:
-        rows: of these heads' tables.
-        rows_read: that some n-gram of the sample reads.
-        ngrams: different ones.
+        rows: size of these heads' tables.
+        rows_read: rows that some n-gram of the sample reads.
+        ngrams: different n-grams.
         ngrams_per_row: the mean over rows that are read; 1 without collisions.
-        most_ngrams: of one row.
+        most_ngrams: n-grams of the row that has most.
         alone: share of reads of rows that one n-gram has for itself.
         hottest_row: share of a head's reads that its hottest row has, the largest of the heads.
         hottest_percent: share of all reads that the hottest hundredth of the rows has.

@@ -22,8 +22,8 @@ class Work:
     """One kernel, copy or fill of memory.
 
     Attributes:
-        name: of the kernel.
-        start_s, end_s: on the device's clock.
+        name: kernel's name.
+        start_s, end_s: seconds on the device's clock.
     """
 
     name: str

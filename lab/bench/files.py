@@ -31,8 +31,8 @@ class Measured:
 
     Attributes:
         step_s: a figure per round.
-        peak_bytes: of a step, above what there was before the model, without pages of files, which the system may take back.
-        waits: of a step; None: tables are on the device.
+        peak_bytes: bytes of a step above what there was before the model, without pages of files, which the system may take back.
+        waits: seconds of a step for fetching, writing and waiting; None: tables are on the device.
         digest: sum over the tables after all steps, which is the same in every place.
     """
 

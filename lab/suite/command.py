@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.suite.tasks import TASKS
 from pretrain.errors import ConfigError
-from tools.parsers import add_command
+from tools.parsers import add_command, command_groups
 from tools.words import plural
 
 _EPILOG = """\
@@ -23,8 +23,7 @@ be blended with it. None of them holds a name that `megamem study probe` asks fo
 
 def add_parser(subparsers: Any) -> None:
     """Adds `synthetic` to the commands of `megamem data`, which are there already."""
-    data = subparsers.choices["data"]
-    (commands,) = (action for action in data._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = command_groups(subparsers.choices["data"])
     parser = add_command(commands, "synthetic", "documents that reward looking back, to train on", _EPILOG)
     parser.add_argument(
         "source", type=Path, metavar="DIR", help="prepared data set, whose training documents fill the text"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from lab.bench.arguments import load_configs
 from lab.commands import COMMANDS, STUDIES
 from tests.every_command import commands_of, help_pages
+from tests.refused_stdout import assert_told_that_stdout_is_closed, assert_told_that_stdout_is_full
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[3]
@@ -100,31 +100,14 @@ def test_what_the_examples_of_the_help_name_is_there() -> None:
 def test_every_command_says_that_stdout_is_full(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept = os.dup(1)
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, 1)
-    try:
-        with open(1, "w", closefd=False) as stdout:
-            monkeypatch.setattr(sys, "stdout", stdout)
-            assert cli.main([*command.split(), "--help"]) == 2
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(full)
-    assert capfd.readouterr().err == (
-        "megamem: error: standard output cannot be written (No space left on device): free some space there, or name "
-        "another place\n"
-    )
+    assert_told_that_stdout_is_full(command, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("command", ADDED)
 def test_every_command_says_that_stdout_is_closed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(command.split()) == 2
-    monkeypatch.undo()
-    assert capsys.readouterr().err.startswith("megamem: error: standard output is closed: ")
+    assert_told_that_stdout_is_closed(command, monkeypatch, capsys)
 
 
 def test_their_help_imports_no_torch() -> None:
