@@ -481,11 +481,13 @@ def test_death_of_a_worker_is_noticed(tmp_path: Path):
     (file,) = list_files([str(corpus(tmp_path / "a.jsonl"))])
     # More than pipes hold: some are on their way when the worker dies.
     records = [Record(file, row, b"x" * 600_000, 1) for row in range(1, 21)]
+    # A loader of another test may wait for its garbage collection.
+    before = set(multiprocessing.active_children())
     with pytest.raises(DataError, match=r"process died at .*a\.jsonl, line 1 .*fewer --workers"):
         list(tokenize_records(records, Tokenizing(KillsItself(), "text"), num_workers=2))
     with pytest.raises(ArithmeticError, match="a defect of ours"):
         list(tokenize_records(records, Tokenizing(Fails(), "text"), num_workers=2))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 SLOW_PREPARATION = """
