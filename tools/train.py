@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from parallel.atomic_write import atomic_write
 from parallel.devices import num_visible_gpus
 from pretrain.config.schema import RunConfig
+from pretrain.config.settled import settled
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import names_of, read_run, stage_called, to_entries
-from pretrain.config.table_gradients import chosen, settled
+from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import advice
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder, default_run_folder

@@ -26,8 +26,8 @@ from lab.bench.updates_command import add_updates_parser
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.schema import RunConfig
+from pretrain.config.settled import settled
 from pretrain.config.stages import load_stage
-from pretrain.config.table_gradients import settled
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import hardware_file, load_hardware

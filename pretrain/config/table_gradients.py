@@ -54,7 +54,7 @@ def chosen(config: RunConfig) -> Choice | None:
     return Choice("dense", f"{counted}, and rows are worth it up to {MOST_READS:g} alone")
 
 
-def settled(config: RunConfig) -> RunConfig:
+def with_chosen_gradients(config: RunConfig) -> RunConfig:
     """The configuration with what `auto` takes in its place; see `chosen`."""
     choice = chosen(config)
     if choice is None:

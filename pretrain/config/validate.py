@@ -11,14 +11,15 @@ from megamem.families.registry import FAMILIES
 from megamem.placement.block_plan import count_blocks
 from parallel.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
-from pretrain.config.graphs import graph_problems, without_overlap
+from pretrain.config.graphs import graph_problems
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
+from pretrain.config.settled import settled
 from pretrain.config.suggest import nearest_multiples
-from pretrain.config.table_gradients import gradients_problems, settled
+from pretrain.config.table_gradients import gradients_problems
 from pretrain.errors import ConfigError
 
 _WIDE_LOAD_BYTES = 16
@@ -50,7 +51,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
-    return without_overlap(settled(config))
+    return settled(config)
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:

@@ -56,8 +56,8 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
         if groups.on_gpu and any(each.train.cuda_graph != "none" for each in (config, *later)):
             # Gradients are added up on the stream that DDP was built on, and the default one cannot be captured.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(groups.device)))
-        if groups.on_gpu and config.train.precision == "bf16":
-            stack.enter_context(attention_without_scores(config))
+        if groups.on_gpu and (in_bf16 := [each for each in (config, *later) if each.train.precision == "bf16"]):
+            stack.enter_context(attention_without_scores(in_bf16[0]))
         if groups.device.type == "cpu" and takes_products_in_fp32(config, *later):
             stack.enter_context(products_in_fp32())
         yield groups

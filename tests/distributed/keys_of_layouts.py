@@ -15,8 +15,8 @@ from test_traffic import sent_bytes
 from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
 from parallel.ranks import RankEnvironment
-from pretrain.config.graphs import without_overlap
 from pretrain.config.schema import RunConfig
+from pretrain.config.settled import settled
 from pretrain.engine.build import build_unset_chunks
 from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.session import relaid, session
@@ -246,7 +246,7 @@ def _(base: Subject, second: Subject) -> None:
     for subject, has_graph in ((base, False), (second, True)):
         groups = replace(subject.groups, device=torch.device("cuda", 0))
         assert isinstance(microbatch_graph(subject.config, [MagicMock()], groups), MicrobatchGraph) == has_graph
-        layout = without_overlap(subject.config).parallel
+        layout = settled(subject.config).parallel
         assert (layout.overlap_grad_reduce, layout.overlap_param_gather) == (not has_graph, not has_graph)
     with pytest.raises(ConfigError, match=r"train\.cuda_graph is microbatch, which needs an NVIDIA GPU"):
         microbatch_graph(second.config, [MagicMock()], second.groups)

@@ -13,7 +13,8 @@ from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
-from pretrain.config.table_gradients import chosen, settled
+from pretrain.config.settled import settled
+from pretrain.config.table_gradients import chosen
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token

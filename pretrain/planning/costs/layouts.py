@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
+from pretrain.config.graphs import graph_problems
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.table_gradients import settled
+from pretrain.config.settled import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.costs.hardware import Hardware
@@ -101,7 +103,7 @@ def estimates_of(layout: RunConfig, num_ranks: int, hardware: Hardware) -> list[
     return [
         estimate(varied, num_ranks, hardware)
         for varied in _variants(layout)
-        if next(batch_problems(varied, num_ranks), None) is None
+        if next(chain(batch_problems(varied, num_ranks), graph_problems(settled(varied))), None) is None
     ]
 
 

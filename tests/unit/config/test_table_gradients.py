@@ -10,11 +10,12 @@ import pytest
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import OptimizerConfig, RunConfig
+from pretrain.config.settled import settled
 from pretrain.config.stages import load_config
-from pretrain.config.table_gradients import MOST_READS, chosen, settled
+from pretrain.config.table_gradients import MOST_READS, chosen
 from pretrain.config.validate import validate
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.layouts import estimate
+from pretrain.planning.costs.layouts import all_estimates, estimate
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[3]
@@ -120,3 +121,19 @@ def test_commands_say_what_was_chosen(words: list[str], said: str, capsys: pytes
     assert cli.main([name, *own, str(QUICKSTART), *KEYS, SMALL, *rest]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line.startswith(said)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_plans_and_runs_reduce_a_graphs_gradients_in_the_open(replicas: int) -> None:
+    """A graph leaves no call of Python's that would start a reduction while backward passes."""
+    config = quickstart("train.cuda_graph=microbatch")
+    layout = settled(config).parallel
+    assert (layout.overlap_grad_reduce, layout.overlap_param_gather) == (False, False)
+    assert estimate(config, replicas, load_hardware("h100-80g")).config == settled(config) == validate(config, replicas)
+
+
+def test_plans_name_no_layout_that_a_graph_cannot_hold() -> None:
+    found = all_estimates(quickstart("train.cuda_graph=microbatch"), 4, load_hardware("h100-80g"))
+    assert found
+    for each in found:
+        validate(each.config, 4)
