@@ -11,6 +11,7 @@ STUDIES = (
     "lab.studies.recall.command",
     "lab.studies.probe.command",
     "lab.studies.analyse.command",
+    "lab.stand_in.command",
     "lab.bench.command",
 )
 """Commands of `megamem study`."""

@@ -120,7 +120,7 @@ def _checked(
         yield from ((name, ranks, compare(config, ranks, as_gpu=not as_cpu)) for name, config, ranks in runs)
         return
     # Once, and not in every fork.
-    import pretrain.planning.dryrun.rank  # noqa: F401
+    import lab.stand_in.watched  # noqa: F401
 
     with ProcessPoolExecutor(num_workers, get_context("fork"), _with_one_thread) as pool:
         found = pool.map(
@@ -218,16 +218,22 @@ def compare(config: RunConfig, num_ranks: int, *, as_gpu: bool) -> tuple[list[Fi
     anywhere = replace(config, train=replace(config.train, kernels="auto"))
     config = replace(validate(anywhere, num_ranks, on_this_machine=False), train=config.train)
     from lab.maintenance.agreement import figures
+    from lab.stand_in.watched import watched_run
     from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
     firsts = first_ranks_of_stages(config, num_ranks)
     held, sent = stage_bytes(config, num_ranks, on_gpu=as_gpu), stages_sent(config, num_ranks)
-    found, beyond = [], []
-    for report in dry_run(config, num_ranks, sorted({firsts[0], firsts[-1]}), as_gpu=as_gpu, all_commands=True):
+    ranks = sorted({firsts[0], firsts[-1]})
+    found, beyond, reports = [], [], []
+    if as_gpu:
+        for rank in watched_run(config, num_ranks, ranks, all_commands=True):
+            reports.append(rank.counted)
+            beyond += [f"stage {rank.counted.stage}, {excess}" for excess in rank.excesses]
+    else:
+        reports += dry_run(config, num_ranks, ranks)
+    for report in reports:
         for figure in figures(report, held[report.stage], sent[report.stage]):
             found.append(replace(figure, name=f"stage {report.stage}, {figure.name}"))
-        for each in report.traffic:
-            beyond += [f"stage {report.stage}, {each.command}: {excess}" for excess in each.excesses]
     return found, beyond
 
 

@@ -50,8 +50,6 @@ def test_a_plan_counts_its_best_layouts_as_dry_runs_do(megamem: Megamem, config_
     totals = [sum(stage["bytes"].values()) for stage in best["stages"]]
     fullest = ranks[totals.index(max(totals))]
     assert best["counted_bytes"] == sum(fullest["peak_bytes"].values())
-    assert {each["command"] for each in ranks[0]["traffic"]} >= {"training", "evaluation", "generation"}
-    assert all(each["calls"] <= each["allowed"] for each in ranks[0]["traffic"])
     assert f"in all, as a dry run counts it {best['counted_bytes'] / 1e9:>9.2f}".split() == next(
         line.split() for line in shown.output.splitlines() if "as a dry run counts it" in line
     )

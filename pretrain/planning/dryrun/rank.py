@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import repeat
 from typing import Any
@@ -38,15 +37,9 @@ from pretrain.engine.stored_tables import StoredTable, stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.read_rows import has_scales
-from pretrain.planning.dryrun import commands
-from pretrain.planning.dryrun.budgets import CommandTraffic
 from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.gpu_work import GpuWork
-from pretrain.planning.dryrun.host_traffic import HostTraffic
-from pretrain.planning.dryrun.moved import MovedBytes
-from pretrain.planning.dryrun.order import Race
-from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.parts import MemoryPart
 from pretrain.planning.dryrun.recorder import Recorder, Snapshot
 from pretrain.planning.dryrun.tables import NO_SAMPLES, DryReads
@@ -58,20 +51,17 @@ class RankReport:
     """Observations of one rank.
 
     Attributes:
-        rank: of `world_size`.
-        stage: its pipeline stage.
+        rank: place among `world_size` ranks.
+        stage: pipeline stage of the rank.
         num_parameters: elements of its weights, and of those in tables.
         held: bytes by part between steps, with the optimizer's state.
-        peak_of_building: until model, DDP and optimizer were there.
-        peak_of_step: of one optimizer step.
-        collectives: of that step, in order.
+        peak_of_building: bytes by part at the largest moment until model, DDP and optimizer were there.
+        peak_of_step: bytes by part at the largest moment of one optimizer step.
+        collectives: calls of that step, in order.
         num_host_reads: values that the host reads in that step.
-        num_kernels: that the step launches, about.
-        num_microbatches: of that step.
-        traffic: between host and GPU in that step and other commands, if the rank was run as on one.
-        races: accesses of that step, the next and other commands that have no order, if order was watched.
-        next_collectives: of the next step, if order was watched.
-        moved: bytes that the device's operations moved in that step, by line, if they were counted.
+        num_kernels: kernels that the step launches, about.
+        num_microbatches: microbatches of that step.
+        next_collectives: calls of the next step, if it was taken.
     """
 
     rank: int
@@ -86,10 +76,7 @@ class RankReport:
     num_host_reads: int
     num_kernels: int
     num_microbatches: int
-    traffic: tuple[CommandTraffic, ...] = ()
-    races: tuple[Race, ...] = ()
     next_collectives: tuple[Collective, ...] = ()
-    moved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def activation_bytes(self) -> int:
@@ -98,25 +85,38 @@ class RankReport:
 
 
 def dry_run(
-    config: RunConfig,
-    world_size: int,
-    ranks: Sequence[int],
-    *,
-    as_gpu: bool = False,
-    in_order: bool = False,
-    all_commands: bool = False,
-    count_moved: bool = False,
+    config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu: bool = False, next_step: bool = False
 ) -> Iterator[RankReport]:
     """One step of each of these ranks, one after the other, in this process.
 
     Args:
-        config: valid on `world_size` ranks, with `model.vocab_size`.
-        as_gpu: take a GPU's branches, and watch what passes between it and the host.
-        in_order: as a GPU, also take a second step, and watch the order of accesses to memory in both. DDP learns in
-            the first one when gradients are complete, and reduces them beside backward from the second on.
-        all_commands: as a GPU, watch other commands too; generation for the first of the ranks alone, as it has a layout of
-            its own.
-        count_moved: as a GPU, also count the bytes that operations move (`pretrain.planning.dryrun.moved`).
+        config: configuration that is valid on `world_size` ranks, with `model.vocab_size`.
+        as_gpu: take a GPU's branches.
+        next_step: also take a second step. DDP learns in the first one when gradients are complete, and reduces them
+            beside backward from the second on.
+
+    Raises:
+        ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
+    """
+    for number in ranks:
+        with built_rank(config, world_size, number, gpu=StandInGpu() if as_gpu else None) as rank, rank.working():
+            report = rank.count_step()
+            yield replace(report, next_collectives=rank.count_step().collectives) if next_step else report
+
+
+def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
+    """The first rank of every pipeline stage: all ranks of a stage do the same to other tokens."""
+    return range(0, world_size, world_size // config.parallel.pipeline)
+
+
+@contextmanager
+def built_rank(config: RunConfig, world_size: int, number: int, *, gpu: StandInGpu | None = None) -> Iterator[DryRank]:
+    """A rank with its model, DDP and optimizer, until the block ends.
+
+    Args:
+        config: configuration that is valid on `world_size` ranks, with `model.vocab_size`.
+        number: place of the rank.
+        gpu: stand-in whose branches the rank takes; None: the rank takes the CPU's.
 
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
@@ -129,137 +129,125 @@ def dry_run(
         raise ConfigError("a dry run computes nothing and wants no GPU: set CUDA_VISIBLE_DEVICES to nothing")
     if config.model.memory is not None and find_spec("triton") is None:
         raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install -e '.[gpu]'")
-    for rank in ranks:
-        # Nothing that is there is garbage of a run: to look through it takes longer than to step a small model.
-        gc.freeze()
-        with warnings.catch_warnings():
+    # Whole sequences of one document, known to the host.
+    train = config.train
+    bounds = document_bounds(torch.arange(train.sequence_length).expand(train.micro_batch_size, -1))
+    moe = config.model.moe
+    # Nothing that is there is garbage of a run: to look through it takes longer than to step a small model.
+    gc.freeze()
+    try:
+        with (
+            warnings.catch_warnings(),
+            fake_rank(number, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups,
+            without_data(groups, experts_per_token=moe.top_k if moe is not None else 0, gpu=gpu) as recorder,
+            patch("pretrain.data.loader.document_bounds", lambda _: bounds),
+        ):
             # Megatron warns about optional packages.
             warnings.simplefilter("ignore")
-            gpu = StandInGpu() if as_gpu else None
-            with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups:
-                report = _step_of(
-                    config, groups, gpu, in_order=in_order, all_commands=all_commands, count_moved=count_moved
-                )
-            if as_gpu and all_commands and rank == ranks[0]:
-                traffic, races = commands.generation(config, in_order=in_order)
-                report = replace(report, traffic=(*report.traffic, traffic), races=(*report.races, *races))
+            chunks, optimizer = _build(config, groups)
+            gc.collect()
+            _assign_state(recorder, chunks, optimizer)
+            yield DryRank(config, groups, gpu, recorder, chunks, optimizer)
+    finally:
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
         gc.unfreeze()
-        yield report
 
 
-def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
-    """The first rank of every pipeline stage: all ranks of a stage do the same to other tokens."""
-    return range(0, world_size, world_size // config.parallel.pipeline)
+class DryRank:
+    """A built rank on tensors without data.
 
+    Attributes:
+        config: configuration of the run.
+        groups: process groups of the rank.
+        gpu: stand-in for its GPU, if it has one.
+        chunks: model chunks of the rank.
+        optimizer: optimizer with all of its state.
+        num_microbatches: microbatches of a step.
+    """
 
-def _step_of(
-    config: RunConfig,
-    groups: ParallelGroups,
-    gpu: StandInGpu | None,
-    *,
-    in_order: bool,
-    all_commands: bool,
-    count_moved: bool,
-) -> RankReport:
-    train = config.train
-    num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
-    # Whole sequences of one document, known to the host.
-    bounds = document_bounds(torch.arange(train.sequence_length).expand(train.micro_batch_size, -1))
-    moe = config.model.moe
-    with (
-        without_data(groups, experts_per_token=moe.top_k if moe is not None else 0, gpu=gpu) as recorder,
-        patch("pretrain.data.loader.document_bounds", lambda _: bounds),
-    ):
-        chunks, optimizer = _build(config, groups)
-        gc.collect()
-        _assign_state(recorder, chunks, optimizer)
-        peak_of_building, held = recorder.peak, recorder.now()
-        moved = MovedBytes() if gpu is not None and count_moved else None
-        work = GpuWork(partial(_launched, recorder, moved)) if gpu is not None else None
-        watch = HostTraffic(gpu) if gpu is not None else None
-        order = OrderWatch(gpu) if gpu is not None and in_order else None
-        batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
-        bare = [unwrap(chunk) for chunk in chunks]
-        stored, reads = stored_tables_of(bare), DryReads(NO_SAMPLES, bare, groups, train.sequence_length)
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ParallelGroups,
+        gpu: StandInGpu | None,
+        recorder: Recorder,
+        chunks: list[DistributedDataParallel],
+        optimizer: MemoryOptimizer,
+    ) -> None:
+        """Take over what was built; `recorder` has seen it all."""
+        self.config, self.groups, self.gpu, self.chunks, self.optimizer = config, groups, gpu, chunks, optimizer
+        train = config.train
+        self.num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
+        self._recorder = recorder
+        self._peak_of_building, self._held = recorder.peak, recorder.now()
+        self._batches = [on_device(repeat(batch_of(config)), groups.device) for _ in chunks]
+        self._bare = [unwrap(chunk) for chunk in chunks]
+        self._stored = stored_tables_of(self._bare)
+        self._reads = DryReads(NO_SAMPLES, self._bare, groups, train.sequence_length)
+        self._has_stepped = False
 
-        def step() -> None:
-            samples = [range(train.global_batch_size)] * 3
-            with nullcontext() if stored is None else stored.step(reads, samples[0], samples[1:]):
-                train_step(
-                    chunks,
-                    optimizer,
-                    batches,
-                    groups,
-                    num_microbatches=num_microbatches,
-                    micro_batch_size=train.micro_batch_size,
-                    sequence_length=train.sequence_length,
-                )
+    @contextmanager
+    def working(
+        self, on_launch: Callable[[str, Mapping[str, Any]], None] = lambda kernel, arguments: None
+    ) -> Iterator[None]:
+        """Within the block kernels of a GPU are counted, with their scratch, if the rank has one.
 
-        tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
-        with (
-            moved.counting() if moved is not None else nullcontext(),
-            # Below the watch of order, which sees a Triton op as one access to each of its arguments.
-            work.working() if work is not None else nullcontext(),
-            order.watching() if order is not None else nullcontext(),
-        ):
+        Args:
+            on_launch: function that is called with each kernel of Triton's and its arguments by name.
+        """
+
+        def launched(kernel: str, arguments: Mapping[str, Any]) -> None:
+            self._recorder.count_kernel()
+            on_launch(kernel, arguments)
+
+        with nullcontext() if self.gpu is None else GpuWork(launched).working():
+            yield
+
+    def count_step(self, watching: AbstractContextManager[Any] | None = None) -> RankReport:
+        """Observations of the next optimizer step.
+
+        Args:
+            watching: block that the step runs in, and not what an update before it has started.
+        """
+        recorder = self._recorder
+        if not self._has_stepped:
             # As after an update, which starts the first gathers that the next forward pass waits for.
-            start_gathering(chunks)
-            recorder.restart_peak()
-            recorder.collectives.clear()
-            recorder.num_host_reads = recorder.num_kernels = 0
-            with watch.watching() if watch is not None else nullcontext():
-                step()
-            report = RankReport(
-                rank=groups.rank,
-                world_size=groups.world_size,
-                stage=groups.pipeline_rank,
-                num_parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-                num_table_parameters=tables,
-                held=held,
-                peak_of_building=peak_of_building,
-                peak_of_step=recorder.peak,
-                collectives=tuple(recorder.collectives),
-                num_host_reads=recorder.num_host_reads,
-                num_kernels=recorder.num_kernels,
-                num_microbatches=num_microbatches,
-                moved=moved.by_line() if moved is not None else {},
+            start_gathering(self.chunks)
+            self._has_stepped = True
+        recorder.restart_peak()
+        recorder.collectives.clear()
+        recorder.num_host_reads = recorder.num_kernels = 0
+        with nullcontext() if watching is None else watching:
+            self._step()
+        return RankReport(
+            rank=self.groups.rank,
+            world_size=self.groups.world_size,
+            stage=self.groups.pipeline_rank,
+            num_parameters=sum(p.numel() for chunk in self.chunks for p in chunk.parameters()),
+            num_table_parameters=sum(table.numel() for chunk in self._bare for table in chunk.banks.parameters()),
+            held=self._held,
+            peak_of_building=self._peak_of_building,
+            peak_of_step=recorder.peak,
+            collectives=tuple(recorder.collectives),
+            num_host_reads=recorder.num_host_reads,
+            num_kernels=recorder.num_kernels,
+            num_microbatches=self.num_microbatches,
+        )
+
+    def _step(self) -> None:
+        train = self.config.train
+        samples = [range(train.global_batch_size)] * 3
+        with nullcontext() if self._stored is None else self._stored.step(self._reads, samples[0], samples[1:]):
+            train_step(
+                self.chunks,
+                self.optimizer,
+                self._batches,
+                self.groups,
+                num_microbatches=self.num_microbatches,
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
             )
-            if order is not None:
-                recorder.collectives.clear()
-                step()
-                report = replace(report, next_collectives=tuple(recorder.collectives))
-            if gpu is None or watch is None:
-                return report
-            traffic = [_of_training(config, watch, chunks, optimizer, num_microbatches)]
-            if all_commands:
-                traffic += [
-                    commands.evaluation(config, chunks, groups, gpu, partial(_batch, config)),
-                    commands.saving(config, chunks, optimizer, gpu),
-                    commands.restoring(chunks, optimizer, gpu),
-                ]
-            return replace(report, traffic=tuple(traffic), races=() if order is None else order.races)
-
-
-def _of_training(
-    config: RunConfig,
-    watch: HostTraffic,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MemoryOptimizer,
-    num_microbatches: int,
-) -> CommandTraffic:
-    """Traffic of the step that was watched, with the units that its budget counts by."""
-    units = commands.units_of_passes(chunks, num_microbatches)
-    units["mixture"] *= 2 if config.train.recompute == "full" else 1
-    units["window"] = optimizer.num_windows
-    return CommandTraffic("training", watch.findings(), units)
-
-
-def _launched(recorder: Recorder, moved: MovedBytes | None, kernel: str, arguments: Mapping[str, Any]) -> None:
-    recorder.count_kernel()
-    if moved is not None:
-        moved.launch(kernel, arguments)
 
 
 def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:
@@ -320,8 +308,8 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         recorder.assign(state, part)
 
 
-def _batch(config: RunConfig) -> Batch:
-    """A microbatch of [b, s]."""
+def batch_of(config: RunConfig) -> Batch:
+    """Microbatch of [b, s] on the host."""
     shape = config.train.micro_batch_size, config.train.sequence_length
     ids = torch.zeros(shape, dtype=torch.int64)
     return {"tokens": ids, "labels": ids.clone(), "position_ids": ids.clone(), "loss_mask": torch.ones(shape)}

@@ -80,16 +80,16 @@ def traffic_of(
     def main() -> tuple[list[tuple[str, str, str, int]], dict[str, float]]:
         from contextlib import ExitStack
 
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
         num_bytes: dict[str, int] = {}
         with ExitStack() as stack:
             stack.enter_context(moved_ids(num_entries, num_bytes))
             for plant in plants:
                 stack.enter_context(plant())
-            (report,) = dry_run(config, WORLD, [0], as_gpu=True)
+            (report,) = watched_run(config, WORLD, [0])
         (training,) = report.traffic
-        passes = report.num_microbatches * config.model.num_layers
+        passes = report.counted.num_microbatches * config.model.num_layers
         per_entry = {op.partition("::")[2]: total / (num_entries * passes) for op, total in num_bytes.items()}
         found = [(found.kind.value, found.place.line, found.what, found.calls) for found in training.findings]
         return found, per_entry
@@ -151,7 +151,7 @@ def line_of(plant: Callable[..., Any], text: str) -> str:
     """The place of the plant's line with this text."""
     lines, first = inspect.getsourcelines(inspect.unwrap(plant))
     (number,) = (number for number, line in enumerate(lines, first) if text in line)
-    return f"tests/unit/test_dryrun_as_gpu.py:{number}"
+    return f"lab/tests/unit/test_stand_in_traffic.py:{number}"
 
 
 @pytest.fixture(scope="module")
@@ -279,12 +279,11 @@ def budgets_of(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, Kept]:
     """Dry-run each of these, and compare its commands with their budgets."""
 
     def main() -> dict[str, Kept]:
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
         kept = {}
         for name, (config, num_ranks) in runs.items():
-            (report,) = dry_run(config, num_ranks, [0], as_gpu=True, all_commands=True)
-            excesses = [f"{each.command}: {excess}" for each in report.traffic for excess in each.excesses]
+            (report,) = watched_run(config, num_ranks, [0], all_commands=True)
             reached = set()
             for each in report.traffic:
                 calls = Counter[tuple[str, str]]()
@@ -292,7 +291,7 @@ def budgets_of(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, Kept]:
                     calls[finding.kind, finding.place.source] += finding.calls
                     if calls[finding.kind, finding.place.source] == each.allowed(finding):
                         reached.add((each.command, str(finding.kind), finding.place.source))
-            kept[name] = Kept(excesses, {each.command: dict(each.units) for each in report.traffic}, reached)
+            kept[name] = Kept(report.excesses, {each.command: dict(each.units) for each in report.traffic}, reached)
         return kept
 
     return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
@@ -307,7 +306,7 @@ def test_commands_stay_within_their_budgets(path: str) -> None:
 
 def test_layouts_stay_within_the_budgets_of_commands() -> None:
     """Within and no further: an allowance that none of them uses up is too generous."""
-    from pretrain.planning.dryrun.budgets import ALLOWED
+    from lab.stand_in.budgets import ALLOWED
 
     found = budgets_of({name: (config, WORLD) for name, config in LAYOUTS.items()})
     assert {name: kept.excesses for name, kept in found.items() if kept.excesses} == {}
@@ -323,8 +322,8 @@ def test_layouts_stay_within_the_budgets_of_commands() -> None:
 
 
 def test_traffic_beyond_a_budget_is_told_with_its_line() -> None:
-    from pretrain.planning.dryrun.budgets import CommandTraffic
-    from pretrain.planning.dryrun.host_traffic import Finding, Traffic
+    from lab.stand_in.budgets import CommandTraffic
+    from lab.stand_in.host_traffic import Finding, Traffic
     from pretrain.planning.dryrun.lines import Place
 
     copies = Finding(Traffic.PINNED, Place("pretrain/data/loader.py:96"), "copy to the device", 8, 64)

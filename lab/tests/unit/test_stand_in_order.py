@@ -331,14 +331,14 @@ def races() -> dict[str, list[str]]:
     """Races in sentences, of layouts and of planted defects."""
 
     def main() -> dict[str, list[str]]:
+        from lab.stand_in.watched import watched_run
         from pretrain.engine import value_offload
-        from pretrain.planning.dryrun.rank import dry_run
 
         def found(config: RunConfig, world: int, rank: int, *plants: Plant) -> list[str]:
             with ExitStack() as stack:
                 for plant in plants:
                     stack.enter_context(plant())
-                (report,) = dry_run(config, world, [rank], as_gpu=True, in_order=True)
+                (report,) = watched_run(config, world, [rank], in_order=True)
             return [str(race) for race in report.races]
 
         # Several windows of small tables.

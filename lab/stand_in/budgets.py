@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.planning.dryrun.host_traffic import Finding, Traffic
+from lab.stand_in.host_traffic import Finding, Traffic
 
 Unit = Literal["pass", "chunk", "forward", "microbatch", "mixture", "window", "item", "buffer", "token"]
 """One step or evaluation; a model chunk of the rank; a forward pass of one; a microbatch of one chunk that reads tokens;

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 
+from lab.tests.unit.test_stand_in_order import ALONE, start
 from pretrain.config.schema import ParallelConfig, RunConfig
 from tests.deadline import launch_within
-from tests.unit.test_dryrun_order import ALONE, start
 
 GATHER, HEADS = (
     replace(ALONE, parallel=ParallelConfig(context=2, context_attention=way, memory=2)) for way in ("gather", "heads")
@@ -29,7 +29,7 @@ def only_in(command: str, plant: Plant) -> Plant:
     """A plant that is there while one command runs."""
 
     def planted() -> AbstractContextManager[Any]:
-        from pretrain.planning.dryrun import commands
+        from lab.stand_in import commands
 
         run = getattr(commands, command)
 
@@ -191,13 +191,13 @@ def races() -> dict[str, list[str]]:
     """Races in sentences, of layouts and of planted defects."""
 
     def main() -> dict[str, list[str]]:
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
         def found(config: RunConfig, *plants: Plant) -> list[str]:
             with ExitStack() as stack:
                 for plant in plants:
                     stack.enter_context(plant())
-                (report,) = dry_run(config, 2, [0], as_gpu=True, in_order=True, all_commands=True)
+                (report,) = watched_run(config, 2, [0], in_order=True, all_commands=True)
             return [str(race) for race in report.races]
 
         of_runs = [(plants, found(config, *(plant for _, plant, _, _ in plants))) for config, plants in RUNS]

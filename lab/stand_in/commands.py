@@ -1,5 +1,5 @@
-"""Commands that step a model, beside training: their traffic between host and GPU, and the order of their accesses, if
-a watch on it runs.
+"""Traffic between host and GPU of commands that step a model, beside training; a watch on order sees their accesses, if it
+runs.
 
 Each runs its own code on a rank without data, from where tensors are there to where they are on disk.
 """
@@ -16,11 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from parallel.groups import ParallelGroups, ParallelSizes
+from lab.stand_in.budgets import CommandTraffic, Unit
+from lab.stand_in.host_traffic import HostTraffic
+from lab.stand_in.order_watch import OrderWatch
+from parallel.groups import ParallelSizes
 from pretrain.checkpoint import loading
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.staging import StagingBuffer, placed
@@ -29,42 +31,33 @@ from pretrain.checkpoint.write_plan import ITEM_BYTES, data_of, held_shards, wit
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.loader import on_device
 from pretrain.engine.build import Chunk, build_unset_chunks, unwrap
-from pretrain.engine.optimizer import MemoryOptimizer
-from pretrain.engine.step import Batch, evaluation_loss
+from pretrain.engine.step import evaluation_loss
 from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
-from pretrain.planning.dryrun.budgets import CommandTraffic, Unit
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.gpu_work import GpuWork
-from pretrain.planning.dryrun.host_traffic import HostTraffic
 from pretrain.planning.dryrun.order import Race
-from pretrain.planning.dryrun.order_watch import OrderWatch
+from pretrain.planning.dryrun.rank import DryRank, batch_of
 from pretrain.planning.dryrun.world import fake_rank, without_data
 from pretrain.state import RunState
 
 _PROMPT_TOKENS, _GENERATED_TOKENS = 8, 3
 
 
-def evaluation(
-    config: RunConfig,
-    chunks: Sequence[DistributedDataParallel],
-    groups: ParallelGroups,
-    gpu: StandInGpu,
-    batch: Callable[[], Batch],
-) -> CommandTraffic:
-    """Traffic of a pass over as many microbatches as there are stages, within `without_data`."""
-    train, number = config.train, config.parallel.pipeline
-    batches = [on_device(repeat(batch()), groups.device) for _ in chunks]
+def evaluation(rank: DryRank, gpu: StandInGpu) -> CommandTraffic:
+    """Traffic of a pass over as many microbatches as there are stages."""
+    train, number = rank.config.train, rank.config.parallel.pipeline
+    batches = [on_device(repeat(batch_of(rank.config)), rank.groups.device) for _ in rank.chunks]
     with HostTraffic(gpu).watching() as watch:
         evaluation_loss(
-            chunks,
+            rank.chunks,
             batches,
-            groups,
+            rank.groups,
             num_microbatches=number,
             micro_batch_size=train.micro_batch_size,
             sequence_length=train.sequence_length,
         )
-    return CommandTraffic("evaluation", watch.findings(), units_of_passes(chunks, number))
+    return CommandTraffic("evaluation", watch.findings(), units_of_passes(rank.chunks, number))
 
 
 def units_of_passes(chunks: Sequence[Chunk], num_microbatches: int) -> dict[Unit, int]:
@@ -83,12 +76,10 @@ def num_mixtures(chunks: Sequence[Chunk]) -> int:
     return sum(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
 
 
-def saving(
-    config: RunConfig, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, gpu: StandInGpu
-) -> CommandTraffic:
+def saving(rank: DryRank, gpu: StandInGpu) -> CommandTraffic:
     """Traffic of an asynchronous save and of a synchronous one, without the agreement of ranks on who writes what."""
     with _storages_told_apart():
-        held = held_shards(entries_to_save(config, chunks, optimizer))
+        held = held_shards(entries_to_save(rank.config, rank.chunks, rank.optimizer))
     items = [
         item
         for shard in held
@@ -107,7 +98,7 @@ def saving(
     return CommandTraffic("saving", watch.findings(), {"pass": 1, "item": len(items), "buffer": len(buffers)})
 
 
-def restoring(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, gpu: StandInGpu) -> CommandTraffic:
+def restoring(rank: DryRank, gpu: StandInGpu) -> CommandTraffic:
     """Traffic of restoring a run from items as large as their targets."""
     num_items = 0
 
@@ -125,8 +116,8 @@ def restoring(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimi
         patch("pretrain.checkpoint.run.load", load),
         HostTraffic(gpu).watching() as watch,
     ):
-        restore_run(saved, chunks, optimizer)
-    return CommandTraffic("restoring", watch.findings(), {"item": num_items, "window": optimizer.num_windows})
+        restore_run(saved, rank.chunks, rank.optimizer)
+    return CommandTraffic("restoring", watch.findings(), {"item": num_items, "window": rank.optimizer.num_windows})
 
 
 class _Stored:

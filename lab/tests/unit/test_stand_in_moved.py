@@ -48,9 +48,9 @@ def test_a_plan_charges_what_an_update_by_row_moves(name: str) -> None:
     config = config_of(MEMORIES[name])
 
     def main() -> int:
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
-        (report,) = dry_run(config, 1, [0], as_gpu=True, count_moved=True)
+        (report,) = watched_run(config, 1, [0], count_moved=True)
         return sum(num for line, num in report.moved.items() if line.startswith(UPDATES))
 
     (moved,) = launch_within(main, 1, timeout_s=120, num_threads=1)
@@ -67,13 +67,13 @@ def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
     still = replace(config, optimizer=replace(config.optimizer, value_weight_decay=0.0))
 
     def main() -> list[tuple[int, int]]:
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
         found = []
         for each in (config, still):
-            (report,) = dry_run(each, 1, [0], as_gpu=True, count_moved=True)
+            (report,) = watched_run(each, 1, [0], count_moved=True)
             moved = sum(num for line, num in report.moved.items() if line.startswith("kernels/common/table_scale.py"))
-            found.append((moved, report.num_kernels))
+            found.append((moved, report.counted.num_kernels))
         return found
 
     ((moved, launched), (nothing, fewer)) = launch_within(main, 1, timeout_s=120, num_threads=1)[0]
@@ -118,9 +118,9 @@ def test_a_loss_in_chunks_reads_its_logits_once_forward_and_writes_them_once_in_
     config = replace(config, train=replace(config.train, loss_chunk_tokens=3000))
 
     def main() -> dict[str, int]:
-        from pretrain.planning.dryrun.rank import dry_run
+        from lab.stand_in.watched import watched_run
 
-        (report,) = dry_run(config, 1, [0], as_gpu=True, count_moved=True)
+        (report,) = watched_run(config, 1, [0], count_moved=True)
         return dict(report.moved)
 
     (moved,) = launch_within(main, 1, timeout_s=120, num_threads=1)
