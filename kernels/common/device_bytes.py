@@ -10,6 +10,8 @@ SORTED_IN_PLACE = 4096
 """Length of rows up to which PyTorch sorts them where they are, by one block each."""
 MOST_JOINED_ENTRIES = 1 << 25
 """Entries of lookups that are sorted and added up as one, at most: the sort takes 0.8 GB. One lookup may have more."""
+ENTRIES_PER_JOINED_VECTOR = 2
+"""Entries per vector from which on lookups are joined: the copy of the vectors moves a quarter, at most, of what their rows do."""
 
 
 def radix_sort_bytes(key: int, value: int, num_passes: int) -> int:

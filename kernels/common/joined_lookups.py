@@ -9,13 +9,14 @@ Legend: L lookups, T tokens of all of them, J rows read per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kernels.common.device_bytes import ENTRIES_PER_JOINED_VECTOR, MOST_JOINED_ENTRIES
 from kernels.common.kept_results import kept_on
 
 Accumulate: TypeAlias = Callable[..., None]
@@ -38,18 +39,46 @@ class Lookup:
         """Add to a gradient, [rows, W]."""
         self.accumulate(gradient, self.ids, self.coef, self.vec, self.bins)
 
-    def is_like(self, other: Lookup) -> bool:
-        """Tell whether both can be parts of one lookup."""
-        return self._form == other._form
-
     @property
-    def _form(self) -> tuple[object, ...]:
+    def form(self) -> tuple[object, ...]:
+        """Form of its operands, which lookups that are joined have in common."""
         operands = (self.ids, self.coef, self.vec, self.bins)
         return self.accumulate, *(None if x is None else (x.shape[1:], x.dtype) for x in operands)
 
 
+def can_join(lookups: Sequence[Lookup], other: Lookup, width: int) -> bool:
+    """Tell whether lookups that can be one, or none, and another can be one.
+
+    Args:
+        lookups: lookups that would come before.
+        other: the last lookup.
+        width: columns of the table.
+    """
+    if not lookups:
+        return True
+    num_vectors = other.vec.numel() // width
+    return (
+        other.form == lookups[0].form
+        and sum(each.ids.numel() for each in (*lookups, other)) <= MOST_JOINED_ENTRIES
+        # Vectors are copied to stand side by side.
+        and other.ids.numel() >= ENTRIES_PER_JOINED_VECTOR * num_vectors
+    )
+
+
+def in_groups(lookups: Iterable[Lookup], width: int) -> Iterator[Lookup]:
+    """Lookups in their order, those together that can be one."""
+    group: list[Lookup] = []
+    for lookup in lookups:
+        if not can_join(group, lookup, width):
+            yield joined(group)
+            group = []
+        group.append(lookup)
+    if group:
+        yield joined(group)
+
+
 def joined(lookups: Sequence[Lookup]) -> Lookup:
-    """Lookups that are like each other as one, in their order.
+    """Lookups that can be one (`can_join`) as one, in their order.
 
     Tables that are read by the same tensors of ids get one tensor for them, too, whose sort they share.
     """

@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.common.device_bytes import MOST_JOINED_ENTRIES
 from kernels.common.gradient_stream import GradientStream
-from kernels.common.joined_lookups import Lookup, joined
+from kernels.common.joined_lookups import Lookup, can_join, joined
 from kernels.common.rounding import Rounding
 
 
@@ -57,9 +56,10 @@ class WaitingLookups:
         self._lookups: list[Lookup] = []
 
     def append(self, lookup: Lookup) -> None:
-        """Let a lookup wait. Lookups before it are added up now if with it they are too many, or cannot be one."""
-        num_entries = sum(each.ids.numel() for each in [*self._lookups, lookup])
-        if self._lookups and (num_entries > MOST_JOINED_ENTRIES or not lookup.is_like(self._lookups[0])):
+        """Let a lookup wait. Lookups before it are added up now if they cannot be one with it."""
+        table = self._table()
+        assert table is not None
+        if not can_join(self._lookups, lookup, table.shape[1]):
             self.add_up()
         self._lookups.append(lookup)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.common.joined_lookups import Lookup
+from kernels.common.joined_lookups import Lookup, in_groups
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class RowGradient:
         self.read = read
         self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
         if read.rows.numel():
-            for lookup, slots in zip(self._lookups, read.slots, strict=True):
-                replace(lookup, ids=slots).add_to(self.sums)
+            lookups = (replace(lookup, ids=slots) for lookup, slots in zip(self._lookups, read.slots, strict=True))
+            for lookup in in_groups(lookups, self._width):
+                lookup.add_to(self.sums)
         self._lookups.clear()
 
     @staticmethod

@@ -126,12 +126,16 @@ def test_layers_that_share_a_table_add_up_its_gradient_once() -> None:
     again = replace(config, train=replace(config.train, recompute="full"))
     assert row_seconds(again, stage, 32_768, H100).gradients > 1.1 * together.gradients
     # Up to 2^25 entries: of microbatches twice as large 16 lookups.
-    assert added_together(config, entries, 20) == 20
-    assert added_together(config, 2 * entries, 20) == 16
-    assert added_together(config, 2**25 + 1, 20) == 1
-    assert added_together(load_config(path, ["parallel.memory=2"]), entries, 20) == 1
-    by_row = ["optimizer.tables=row_wise", "optimizer.table_gradients=rows"]
-    assert added_together(load_config(path, by_row), entries, 20) == 1
+    lookup = config.model.memories[0].lookup
+    assert added_together(config, lookup, entries, 20) == 20
+    assert added_together(config, lookup, 2 * entries, 20) == 16
+    assert added_together(config, lookup, 2**25 + 1, 20) == 1
+    assert added_together(load_config(path, ["parallel.memory=2"]), lookup, entries, 20) == 1
+    # Vectors of their own are not put side by side.
+    assert added_together(config, replace(lookup, bins=lookup.rows // 2), entries, 20) == 20
+    assert added_together(config, replace(lookup, bins=lookup.rows // 2 + 1), entries, 20) == 1
+    by_row = ["optimizer.tables=row_wise", "optimizer.table_gradients=rows", "parallel.memory=2"]
+    assert added_together(load_config(path, by_row), lookup, entries, 20) == 20
 
 
 def test_a_layer_pass_by_rows_and_columns_is_what_was_computed_by_hand() -> None:

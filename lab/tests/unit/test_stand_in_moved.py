@@ -86,18 +86,23 @@ def test_a_plan_charges_what_products_with_scales_move(name: str) -> None:
     assert launched - fewer == plans[0] - plans[1] + len(memory.tables)
 
 
-def test_a_plan_counts_the_launches_that_lookups_share() -> None:
+@pytest.mark.parametrize("rows", [False, True], ids=["dense gradients", "rows that were read"])
+def test_a_plan_counts_the_launches_that_lookups_share(rows: bool) -> None:
     """Four layers read two banks, and each bank's lookups are sorted and added up as one."""
     memory = replace(MEMORIES["Tucker cores"], sharing=SharingConfig(pattern="block", group=2))
     config = config_of(MEMORIES["Tucker cores"])
-    config = replace(config, model=replace(config.model, num_layers=4, memory=memory))
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=4, memory=memory),
+        optimizer=replace(config.optimizer, table_gradients="rows" if rows else "dense"),
+    )
 
     def main() -> list[int]:
         from pretrain.planning.dryrun.rank import dry_run
 
         found = []
         for most in (1 << 25, 1):
-            with patch("kernels.common.main_grad.MOST_JOINED_ENTRIES", most):
+            with patch("kernels.common.joined_lookups.MOST_JOINED_ENTRIES", most):
                 (report,) = dry_run(config, 1, [0], as_gpu=True)
                 found.append(report.num_kernels)
         return found
@@ -105,7 +110,7 @@ def test_a_plan_counts_the_launches_that_lookups_share() -> None:
     joined, each = launch_within(main, 1, timeout_s=120, num_threads=1)[0]
     (stage,) = stages_of(config)
     plan = launches_of(config, stage, stage.blocks, 1)
-    with patch("pretrain.planning.costs.rows.MOST_JOINED_ENTRIES", 1):
+    with patch("pretrain.planning.costs.read_rows.MOST_JOINED_ENTRIES", 1):
         more = launches_of(config, stage, stage.blocks, 1) - plan
     assert more == 2 * LAUNCHES_ADDITION
     # Ids, coefficients and vectors of two tables are put side by side.

@@ -13,6 +13,7 @@ from pretrain.planning.costs.block_kept import (
     loss_bytes,
     norm_bytes,
     one_with_memory,
+    operands_of_joined,
 )
 from pretrain.planning.costs.block_passing import Passing, block_passing
 from pretrain.planning.costs.branch import kept_around_branch
@@ -88,8 +89,10 @@ def activations(
         pools = of_common_stream + memory + passing.on_gradient_stream
         parts[MemoryPart.STREAMS] = pools - total(parts) + _returning(config, stage, tokens, division.num_microbatches)
     if has_read_rows(config):
-        # Rows are added up when the activations are gone, in what the common stream had of them.
-        more = max(0.0, adding_bytes(config, stage, division) - of_common_stream)
+        # Rows are added up when the activations are gone, in what the common stream had of them, but for lookups of the last
+        # pass that are joined.
+        adding = adding_bytes(config, stage, division) + operands_of_joined(config, stage, tokens)
+        more = max(0.0, adding - of_common_stream)
         parts = merged(parts, {MemoryPart.TABLE_GRADIENTS: more})
     parts = merged(parts, {MemoryPart.MEMORY: fetched_bytes(config, stage, division)})
     if stage.has_embedding:

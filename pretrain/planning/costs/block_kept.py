@@ -14,6 +14,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_kept
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
+from pretrain.planning.costs.read_rows import vectors_are_joined
 from pretrain.planning.costs.stages import Blocks, FamilyInStage, Stage
 
 
@@ -95,6 +96,16 @@ def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[Me
         return {}
     found = [_gradients_under_way(config, family, tokens) for family in stage.families if family.backward_lookups]
     return max(found, key=total, default={})
+
+
+def operands_of_joined(config: RunConfig, stage: Stage, tokens: int) -> float:
+    """Bytes that a microbatch's lookups leave for gradients of tables, of families whose lookups are added up as one: ids,
+    coefficients and vectors."""
+    return sum(
+        len(family.backward_lookups) * _gradients_under_way(config, family, tokens)[MemoryPart.EXCHANGE]
+        for family in stage.families
+        if vectors_are_joined(family.memory.lookup)
+    )
 
 
 def _gradients_under_way(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from kernels.common.device_bytes import ENTRIES_PER_JOINED_VECTOR, MOST_JOINED_ENTRIES
 from kernels.common.ids import bytes_per_id
-from megamem.memory_config import MemoryConfig
+from megamem.memory_config import Lookup, MemoryConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig
@@ -159,15 +160,48 @@ def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
 def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes on the common stream when lookups are added up, after that pass: of the sums, and of a bank's sorted ids."""
     sums = _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)
+    ids = division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+    own = sums + max(_PER_SORTED_ID * ids, _PLACE * ids + _joined_bytes(config, stage, division))
     if division.table_replicas == 1:
-        return sums + _PER_SORTED_ID * division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+        return own
     # Those of all replicas, beside a replica's own and what is there to sort theirs, or a window of what others send.
     size = division.table_replicas
     rows = sum(number for _, number in most_rows_of_families(config, stage, division, num_replicas=size))
     of_bank = size * _most_rows_of_a_bank(config, stage, division)
     window = _SUM * min(size * read_elements(config, stage, division), WINDOW_ELEMENTS) * (1 + 1 / size)
     sent = max(of_bank * _PER_SORTED_ID, window) + _PLACE * size * most_rows(config, stage, division)
-    return sums + _SUM * updated_elements(config, stage, division) + _PLACES * rows + sent
+    return max(own, sums + _SUM * updated_elements(config, stage, division) + _PLACES * rows + sent)
+
+
+def most_joined(lookup: Lookup, num_entries: float, num_lookups: float) -> float:
+    """Lookups of a bank, of so many entries each, that can be one (`kernels.common.joined_lookups`)."""
+    if not vectors_are_joined(lookup):
+        return 1
+    return max(1, min(num_lookups, MOST_JOINED_ENTRIES // num_entries))
+
+
+def vectors_are_joined(lookup: Lookup) -> bool:
+    """Tell whether as many entries share a vector as joining lookups wants."""
+    return lookup.rows >= ENTRIES_PER_JOINED_VECTOR * lookup.bins
+
+
+def _joined_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes while lookups of a table are added up as one: their operands side by side, and the sort of their places; 0 where
+    each is added up alone."""
+    layout, element = config.parallel, config.train.element_bytes
+    most = 0.0
+    for family in stage.families:
+        lookup, width = family.memory.lookup, family.memory.width("values")
+        entries = layout.memory * division.rank_tokens * lookup.rows
+        for _, lookups in lookups_of_banks(stage, family):
+            number = most_joined(lookup, entries, lookups * division.num_microbatches)
+            if number == 1:
+                continue
+            coefficients = coefficients_per_rank(lookup.scores, layout.memory_columns) * element
+            operands = entries * (_PLACE + coefficients)
+            operands += layout.memory_rows * division.rank_tokens * lookup.bins * width * element
+            most = max(most, number * (operands + entries * _PER_SORTED_ID))
+    return most
 
 
 def _most_rows_of_a_bank(config: RunConfig, stage: Stage, division: Division) -> float:

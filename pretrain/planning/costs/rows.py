@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from kernels.common.device_bytes import GRANULE_BYTES, MOST_JOINED_ENTRIES, SECTOR_BYTES, radix_sort_bytes
+from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
+from megamem.memory_config import Lookup
 from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.read_rows import lookups_of_banks, scaled_bytes
+from pretrain.planning.costs.read_rows import lookups_of_banks, most_joined, scaled_bytes
 from pretrain.planning.costs.stages import FamilyInStage, Stage
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
@@ -103,7 +104,11 @@ def _backward_lookups(
     """Rows of a family's banks, lookups of banks of as many rows, and how many of a bank's are added up as one."""
     num_entries, of_banks = _entries(config, family, tokens), dict(lookups_of_banks(stage, family))
     for bank_rows, number in Counter(family.backward_lookups).items():
-        yield bank_rows, number, added_together(config, num_entries, of_banks.get(bank_rows, number))
+        yield (
+            bank_rows,
+            number,
+            added_together(config, family.memory.lookup, num_entries, of_banks.get(bank_rows, number)),
+        )
 
 
 def _entries(config: RunConfig, family: FamilyInStage, tokens: int) -> int:
@@ -169,16 +174,17 @@ def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> floa
     return mean * next((busiest for most, busiest in BUSIEST.items() if parts <= most), max(BUSIEST.values()))
 
 
-def added_together(config: RunConfig, num_entries: int, num_lookups: float) -> float:
-    """Lookups of a bank that are added up as one (`kernels.common.joined_lookups`).
+def added_together(config: RunConfig, lookup: Lookup, num_entries: int, num_lookups: float) -> float:
+    """Lookups of a bank that are added up as one.
 
     Args:
-        num_entries: of a lookup.
-        num_lookups: of the bank in a backward pass over a microbatch.
+        lookup: reads of a token.
+        num_entries: entries of a lookup.
+        num_lookups: lookups of the bank in a backward pass over a microbatch.
     """
-    if keeps_rows(config.optimizer) or memory_runs_beside(config) or config.train.recompute == "full":
+    if not keeps_rows(config.optimizer) and (memory_runs_beside(config) or config.train.recompute == "full"):
         return 1
-    return max(1, min(num_lookups, MOST_JOINED_ENTRIES // num_entries))
+    return most_joined(lookup, num_entries, num_lookups)
 
 
 def _backward(

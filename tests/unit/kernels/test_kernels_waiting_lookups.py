@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from kernels.common import main_grad
+from kernels.common import joined_lookups
+from kernels.common.joined_lookups import Lookup
 from kernels.common.main_grad import wait_for_last_lookup
 from kernels.common.rounding import Rounding
+from kernels.common.row_gradient import RowGradient
 from kernels.select import Kernels
 from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
 from tests.unit.kernels.test_kernels_main_grad import sorts_from_now_on
@@ -81,7 +83,7 @@ def test_no_more_entries_are_joined_than_may_be(
 ) -> None:
     """The first two layers have 24 entries, the last two 30."""
     sorts = sorts_from_now_on(kernels, monkeypatch)
-    monkeypatch.setattr(main_grad, "MOST_JOINED_ENTRIES", most)
+    monkeypatch.setattr(joined_lookups, "MOST_JOINED_ENTRIES", most)
     waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)
     waiting.backward()
     assert len(sorts) == num_sorts
@@ -125,6 +127,33 @@ def test_lookups_that_are_joined_are_rounded_once(kernels: Kernels) -> None:
     assert roundings.taken == 2 * 3
     for rounded, sums in zip(layers.gradients(), exact.gradients(), strict=True):
         assert (rounded.float() - sums).abs().max() <= 3 * 2.0**-7 * sums.abs().max()
+
+
+@pytest.mark.parametrize(("bins", "reads", "num_sums"), [(1, 3, 1), (2, 4, 1), (2, 3, 4), (3, 3, 4)])
+def test_rows_of_a_step_are_added_up_in_as_few_groups_as_vectors_allow(
+    kernels: Kernels, bins: int, reads: int, num_sums: int
+) -> None:
+    """Lookups whose entries have hardly fewer vectors than entries stay apart."""
+    g = torch.Generator().manual_seed(2)
+    calls = []
+
+    def accumulate(gradient: Tensor, ids: Tensor, *operands: Tensor | None) -> None:
+        calls.append(ids.shape)
+        kernels.segment_accumulate(gradient, ids, *operands)
+
+    gradient, dense = RowGradient(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    for tokens in (3, 1, 4, 2):
+        ids = torch.randint(0, ROWS, (tokens, reads), generator=g)
+        coef, vec = torch.randn(tokens, reads, 2, generator=g), torch.randn(tokens, bins * WIDTH, generator=g)
+        of_entries = None if bins == 1 else torch.randint(0, bins, (tokens, reads), generator=g)
+        gradient.add(Lookup(accumulate, ids, coef, vec, of_entries))
+        kernels.segment_accumulate(dense, ids, coef, vec, of_entries)
+    RowGradient.add_up([gradient])
+    assert len(calls) == num_sums
+    assert gradient.read is not None
+    assert gradient.sums is not None
+    sums = torch.zeros_like(dense).index_copy_(0, gradient.read.rows, gradient.sums[: len(gradient.read.rows)])
+    assert_same(kernels, [sums], [dense])
 
 
 def test_a_table_is_not_kept_by_its_lookups() -> None:
