@@ -229,7 +229,7 @@ class _Case:
 
     Attributes:
         table, ids, operand, rest: its arguments, in this order.
-        gradient: of its result.
+        gradient: gradient of its result.
     """
 
     op: str

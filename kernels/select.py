@@ -70,8 +70,8 @@ def select_kernels(
     """The kernels for tensors on one type of device; compiles the C++ ones if that was not done yet.
 
     Args:
-        implementation: of every op.
-        overrides: of single ops, for tests and benchmarks.
+        implementation: name of the implementation of every op.
+        overrides: names for single ops, by op; for tests and benchmarks.
         device_type: "cuda" or "cpu", where the tables are; None: CUDA if there is any.
 
     Raises:

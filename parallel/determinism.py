@@ -1,4 +1,4 @@
-"""The same bits from the same run on a GPU, where the fastest algorithms sum in an order that nobody decides."""
+"""Equal bits from equal runs on a GPU, where the fastest algorithms sum in an order that nobody decides."""
 
 from __future__ import annotations
 

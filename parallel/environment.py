@@ -32,8 +32,8 @@ def settle_environment(
 
     Args:
         tensor, context: sizes of these axes.
-        memory_beside: whether memories run on a stream of their own, beside feed-forwards.
-        deterministic: see `parallel.determinism`; what the libraries below PyTorch need for it.
+        memory_beside: memories run on a stream of their own, beside feed-forwards.
+        deterministic: set what the libraries below PyTorch need for `parallel.determinism`.
         environ: the environment of this process.
 
     Returns:

@@ -32,7 +32,7 @@ LOST_S = 60.0
 _WAIT_FOR_OTHERS_S = 120.0
 """Longest wait for the others, who may still be importing, to tell them of an error before all met."""
 _WAIT_FOR_ANYBODY_S = 60.0
-"""The same where it may be that nobody comes: variables speak of others, and no launcher is known that has set them."""
+"""Longest wait where nobody may come: variables speak of others, and no launcher is known that has set them."""
 
 _FAILURE = "megamem/failure"
 _NUM_INFORMED = "megamem/informed"
@@ -43,7 +43,7 @@ def failures_shared(store: dist.Store, rank: int, world_size: int) -> Iterator[N
     """Until the block ends, tell the other ranks of an error that leaves it, and end this process for one of theirs.
 
     Args:
-        store: where the ranks met; they share it, and rank 0 may be the one that keeps it.
+        store: meeting place of the ranks; they share it, and rank 0 may be the one that keeps it.
     """
     watch = FailureWatch(store, rank, world_size)
     watch.start()

@@ -56,7 +56,7 @@ class ParallelGroups:
         data_size: number of data-parallel replicas.
         pipeline_rank: this rank's stage.
         table_columns: ranks with other columns of the rows of tables that this rank has.
-        device: where this rank computes.
+        device: device on which this rank computes.
     """
 
     megatron: ProcessGroupCollection
@@ -91,7 +91,7 @@ def meeting(ranks: RankEnvironment, *, timeout_minutes: float) -> Iterator[dist.
 
     Args:
         ranks: this process's place among them.
-        timeout_minutes: how long to wait for the others.
+        timeout_minutes: longest wait for the others.
     """
     timeout = timedelta(minutes=timeout_minutes)
     with _saying_who_waits(ranks):
@@ -132,9 +132,9 @@ def parallel_context(
     Args:
         sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.
         ranks: this process's place among them.
-        store: where they have met.
+        store: meeting place of the ranks.
         timeout_minutes: longest wait in a collective.
-        seed: of Megatron's random states.
+        seed: seed of Megatron's random states.
     """
     with ExitStack() as stack:
         on_gpu = torch.cuda.is_available()

@@ -42,7 +42,8 @@ class _Plan:
     Attributes:
         sends: by receiver and stretch of it, the tokens of ours that it asks for.
         send_counts, receive_counts: by rank.
-        places: of the tokens that come, in the order of their senders, in the halos of our stretches one after the other.
+        places: places of the tokens that come, in the order of their senders, in the halos of our stretches one after
+            the
     """
 
     sends: tuple[tuple[int, ...], ...]

@@ -37,8 +37,9 @@ class HangWatch:
         """
         Args:
             stacks: file to append the stacks of all threads to.
-            rank: of this process.
-            verdict: what to do next in words, and the exit code; asked when the rank is to end, by another thread.
+            rank: number of this process.
+            verdict: tells what to do next in words, and the exit code; asked when the rank is to end, by another
+                thread.
             grace_s: seconds that the rank stays after its stacks are written.
             end: gets the last words and the exit code.
         """

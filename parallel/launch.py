@@ -81,9 +81,9 @@ def launch_ranks(
     torch was imported; nothing can tell afterwards but the forks themselves, which then say so.
 
     Args:
-        main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by
+        main: called once in every rank; any closure, since ranks are forked. Its result must be picklable. Ending by
             `sys.exit(0)` returns None.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks, at least one.
         log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's
             last lines are seen.
         num_threads: torch threads per rank; by default see `threads_per_rank`.

@@ -82,7 +82,7 @@ class Failure:
         )
 
     def shortened(self, num_bytes: int) -> Failure:
-        """The same with the beginning of its message and the end of its traceback, each of so many bytes at most."""
+        """The failure with the beginning of its message and the end of its traceback, each `num_bytes` long at most."""
         message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
         return replace(
             self,

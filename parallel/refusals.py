@@ -27,9 +27,10 @@ class _Kind:
     """Meaning of an error number.
 
     Attributes:
-        what: that cannot be done with the thing.
-        fix: what to do about it.
-        exit_code: of the command: that of what must be mended first, or of what may be over at the next start.
+        what: predicate of the thing: "cannot be written".
+        fix: advice, as an imperative.
+        exit_code: exit code of the command: one for what must be mended first, one for what may be over at the next
+            start.
     """
 
     what: str
@@ -64,10 +65,10 @@ _KINDS = {
     errno.ESTALE: _Kind("cannot be read or written", "its file server has lost it: start again", _MAY_PASS_BY_ITSELF),
 }
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""Those of them that come of files alone, of whichever file."""
+"""Error numbers, of those above, that come of files alone, of whichever file."""
 _OF_DANGLING_LINKS = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR)
 _OF_TARGETS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-"""Those that are said of what stands where something was to be moved to."""
+"""Error numbers that are said of what stands where something was to be moved to."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Refusal:
 
     Attributes:
         message: the thing, the reason and the fix, in a line.
-        exit_code: of the command that it ends.
+        exit_code: exit code of the command that it ends.
     """
 
     message: str

@@ -24,7 +24,7 @@ def in_turns(work: Callable[[], T], *, is_first_of_machine: bool) -> T:
 
     Args:
         work: called once on every rank.
-        is_first_of_machine: whether this rank is; every machine has one.
+        is_first_of_machine: this rank is the first of its machine; every machine has one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()

@@ -20,7 +20,7 @@ class Finding:
 
     Attributes:
         what: in words.
-        problem: why the profile cannot work here; empty if it is there.
+        problem: reason why the profile cannot work here; empty if the thing is there.
     """
 
     what: str

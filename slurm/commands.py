@@ -27,8 +27,8 @@ class JobState:
 
     Attributes:
         state: PENDING, RUNNING, COMPLETING, ...
-        reason: why it waits.
-        comment: what its script said there, for want of another place.
+        reason: reason why the job waits.
+        comment: note that the job's script left there, for want of another place.
     """
 
     state: str

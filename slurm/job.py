@@ -32,8 +32,8 @@ class JobNow:
 
     Attributes:
         state: RUNNING, COMPLETING, ...
-        reason: what ended it, where Slurm says so.
-        restarts: how often it has been requeued, by now.
+        reason: cause of its end, where Slurm gives one.
+        restarts: number of times that it has been requeued.
         time_left: until its limit.
     """
 
@@ -65,7 +65,7 @@ class Plan:
     """Plan of an attempt.
 
     Attributes:
-        folder: of the attempt.
+        folder: the attempt's folder.
         num_nodes: on how many of the job's nodes ranks start.
         stop_after_s: seconds after which the ranks are told to stop; None: Slurm's signal comes early enough.
     """
@@ -81,9 +81,9 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     An attempt before it that has left no end was lost with its node, or taken by Slurm: it is concluded here.
 
     Args:
-        nodes: of the job.
+        nodes: nodes of the job.
         time_left: until its limit, as squeue has it.
-        environ: of the batch script.
+        environ: environment of the batch script.
 
     Raises:
         ConfigError: the run must not start again; it says why.
@@ -211,9 +211,9 @@ def end(jobs: JobsFolder, folder: AttemptFolder, exit_code: int, *, asked_to_sto
     """Decide what follows from the end of an attempt's ranks.
 
     Args:
-        exit_code: of srun. The first rank that failed may have recorded another one, which counts.
+        exit_code: exit code of srun. The first rank that failed may have recorded another one, which counts.
         asked_to_stop: the batch script was told to stop, and told them.
-        job: as it is.
+        job: the job as Slurm sees it now.
     """
     ended = how_it_ended(jobs, folder, exit_code, asked_to_stop=asked_to_stop, job=job)
     return conclude(jobs, folder, ended, load_profile(jobs.profile))
@@ -255,7 +255,7 @@ def how_it_ended(
 
 
 def _unless_bad(cause: Cause) -> Cause:
-    """The same, where nobody knows for sure which node is bad."""
+    """The cause, but a crash for bad nodes, where nobody knows for sure which node is bad."""
     return Cause.CRASHED if cause is Cause.BAD_NODES else cause
 
 
@@ -278,8 +278,8 @@ def goes_on_in_place(
     something does not wait either, however often it failed.
 
     Args:
-        live_nodes: of the job, that answer.
-        job: as it is.
+        live_nodes: nodes of the job that answer.
+        job: the job as Slurm sees it now.
     """
     if asked_to_stop or decision.action is not Action.REQUEUE or job.is_started_again_by_slurm(folder.attempt()):
         return False
@@ -310,7 +310,7 @@ def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes:
     """The most of so many nodes on which layout and batch of the run, in all its stages, can be.
 
     Args:
-        num_nodes: that there are.
+        num_nodes: nodes that there are.
         num_wanted: for the whole run; more are to spare.
 
     Raises:

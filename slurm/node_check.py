@@ -35,12 +35,12 @@ class Report:
     """Findings of a rank on its node.
 
     Attributes:
-        node, rank: who says so.
-        num_gpus: that the rank sees.
-        gpu_problem: why it cannot use its own; empty if it can, or needs none.
-        free_gpu_share: of its GPU's memory; 1 without one.
+        node, rank: names of the one who reports.
+        num_gpus: GPUs that the rank sees.
+        gpu_problem: reason why the rank cannot use its own GPU; empty if it can, or needs none.
+        free_gpu_share: free share of its GPU's memory; 1 without one.
         code: hash of the code that it runs; empty for all ranks but the first of a node, as are the next.
-        folder_problem: why it cannot write where the run writes; empty if it can.
+        folder_problem: reason why it cannot write where the run writes; empty if it can.
     """
 
     node: str
@@ -57,7 +57,7 @@ class Expected:
     """Expectations of every rank.
 
     Attributes:
-        num_gpus: that a rank sees; 0 where ranks use CPUs.
+        num_gpus: GPUs that a rank sees; 0 where ranks use CPUs.
         code: hash of the code that was submitted.
     """
 
@@ -76,10 +76,10 @@ def judge(
     """The bad nodes, each with the reason.
 
     Args:
-        reports: of the ranks that were heard of.
+        reports: reports of the ranks that were heard of.
         clock_offsets_s: by rank, its clock minus that of rank 0; only of ranks that answered.
         nodes: on which ranks were to start.
-        num_ranks: that were to start.
+        num_ranks: ranks that were to start.
     """
     bad: dict[str, list[str]] = {}
     for report in reports:
@@ -153,7 +153,7 @@ def check_nodes(
     """Check all nodes. Collective.
 
     Args:
-        at: where to meet.
+        at: meeting point of the ranks.
         nodes: on which ranks were started.
         folder: in which all of them must be able to write.
         code: hash of the code that was submitted.

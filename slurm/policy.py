@@ -24,7 +24,7 @@ class Cause(StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """It was asked to stop (time limit, preemption), or a watchdog did, and saved what it could."""
+    """End on request (time limit, preemption) or by a watchdog, with what could be saved."""
     CANCELLED = "cancelled"
     MISTAKE = "mistake"
     """Configuration, data or checkpoint: the next attempt would meet the same."""
@@ -58,9 +58,9 @@ class Attempt:
     Attributes:
         submission: number of the submission that it belongs to.
         job, restart: Slurm's number of the job, and how often it had been requeued.
-        nodes: those of the job.
+        nodes: nodes of the job.
         num_nodes: on how many of them ranks run.
-        saved_step: of the newest checkpoint when it started; None without one.
+        saved_step: step of the newest checkpoint when it started; None without one.
         at: UTC, as ISO 8601 has it.
     """
 
@@ -78,11 +78,12 @@ class Ended:
     """End of an attempt, with its cause.
 
     Attributes:
-        saved_step: of the newest checkpoint at its end; None without one.
+        saved_step: step of the newest checkpoint at its end; None without one.
         bad_nodes: on which the run must not train.
         detail: the cause in words.
-        last_step: which it took; None without any.
-        heard_at: when it last wrote of a step or a save, and `at`, when its end was noticed; as ISO 8601 has it.
+        last_step: last step that it took; None without any.
+        heard_at: time at which it last wrote of a step or a save; UTC, as ISO 8601 has it.
+        at: time at which its end was noticed; UTC, as ISO 8601 has it.
     """
 
     attempt: Attempt

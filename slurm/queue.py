@@ -36,10 +36,10 @@ class Job:
     """A job that can be queued.
 
     Attributes:
-        records: where what it reads is written.
-        stages: of the whole run, or its one configuration.
-        profile: of the cluster, with the job's own nodes and time limit.
-        submission: what is asked for.
+        records: the folder of the files that the job reads.
+        stages: configurations of the whole run's stages, or its one configuration.
+        profile: profile of the cluster, with the job's own nodes and time limit.
+        submission: the request.
         start: the checkpoint that the run goes on from while it has none of its own.
     """
 
@@ -73,7 +73,7 @@ def job_of_run(
 
     Args:
         cluster: name of the profile.
-        start: see `Job`.
+        start: the checkpoint that the run goes on from while it has none of its own.
     """
     before = [submission.number for jobs in jobs_folders(records.run) if (submission := jobs.submission()) is not None]
     submission = Submission(
@@ -167,7 +167,7 @@ def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | Non
     """Queue runs of one shape as an array. Each run decides by itself what follows after each of its attempts.
 
     Args:
-        name: of the array.
+        name: name of the array.
         folder: for its script.
         at_once: most of them that run at the same time; None: no limit.
 

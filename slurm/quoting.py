@@ -48,7 +48,7 @@ def shell_word(what: str, text: object) -> str:
     """One word of bash, which stands for exactly this text.
 
     Args:
-        what: it is, for messages.
+        what: name of the thing, for messages.
 
     Raises:
         ConfigError: no script can hold it.
@@ -57,7 +57,7 @@ def shell_word(what: str, text: object) -> str:
 
 
 def quoted_word(what: str, text: object) -> str:
-    """The same, between quotes where nothing needs them: in an array, shellcheck takes bare commas for a mistake."""
+    """One word of bash, between quotes where it needs none: in an array, shellcheck takes bare commas for a mistake."""
     return "'" + _fit(what, text).replace("'", "'\"'\"'") + "'"
 
 

@@ -37,11 +37,11 @@ class Submission:
     Attributes:
         number: counts the submissions of the run, from 1. Attempts of earlier ones say nothing about this one.
         cluster: name of the profile.
-        nodes, ranks_per_node: of the whole run.
+        nodes, ranks_per_node: size of the whole run.
         code: hash of the code that runs.
         lead_s: seconds before the time limit at which Slurm signals.
         at: UTC, as ISO 8601 has it.
-        stage: which the job trains, as a link of a chain; None: the whole run.
+        stage: name of the stage that the job trains, as a link of a chain; None: the whole run.
     """
 
     number: int
@@ -60,8 +60,8 @@ class Failure:
 
     Attributes:
         rank: its number.
-        node: where it ran.
-        exit_code: of the command.
+        node: name of its node.
+        exit_code: exit code of the command.
     """
 
     rank: int
@@ -122,7 +122,7 @@ class JobsFolder:
         return [job for job, _ in self.job_times()]
 
     def job_times(self) -> list[tuple[str, str]]:
-        """The same, with the time at which each was queued."""
+        """The jobs of the run, the newest last, each with the time at which it was queued."""
         # A full disk may have cut a row. Its job says of itself that it is there when it begins.
         return [(row["job"], row["at"]) for row in read_rows(self.jobs, job=str, at=str)]
 
@@ -269,7 +269,7 @@ class AttemptFolder:
         _write(self.bad_nodes, dict(problems))
 
     def read_bad_nodes(self) -> dict[str, str]:
-        """The same, as recorded; empty if all were good."""
+        """The nodes on which a run must not train, each with the reason, as recorded; empty if all were good."""
         return _read_json(self.bad_nodes) or {}
 
     def log_of(self, rank: int) -> Path:

@@ -39,7 +39,7 @@ def meeting_point(file: Path, rank: int, timeout_s: float, environ: Mapping[str,
 
     Args:
         file: in a folder that all nodes see.
-        timeout_s: how long rank 0 may take to start.
+        timeout_s: seconds that rank 0 may take to start.
 
     Raises:
         UserError: rank 0 has not written it in time.

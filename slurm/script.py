@@ -26,9 +26,9 @@ def render(
     """The script that `sbatch` gets, and that every requeued attempt runs again.
 
     Args:
-        stages: that the job trains, resolved.
+        stages: resolved configurations of the stages that the job trains.
         submission: nodes, code and lead.
-        jobs: where it lies. No other path enters but those of the profile.
+        jobs: the folder in which the script lies. No other path enters but those of the profile.
         time: limit of an attempt, as Slurm has it.
 
     Raises:
@@ -75,10 +75,10 @@ def render_array(
     """The script of a job array, whose members run the scripts of their runs.
 
     Args:
-        name: of the array.
+        name: name of the array.
         runs: in the order of their numbers. They differ in nothing that sbatch reads.
-        profile, submission: of any of them.
-        folder: where it lies.
+        profile, submission: profile and request of any of the runs.
+        folder: the folder in which the script lies.
         at_once: most of them that run at the same time; None: no limit.
     """
     limit = "" if at_once is None else f"%{at_once}"

@@ -16,13 +16,13 @@ class AttemptTimes:
     """Times of one attempt; each is None if it did not happen, or was not recorded.
 
     Attributes:
-        stage: which its job trained, as a link of a chain.
-        number, job, num_nodes: of the attempt.
-        cause: why it ended.
+        stage: name of the stage that its job trained, as a link of a chain.
+        number, job, num_nodes: the attempt's number, its job and its nodes.
+        cause: cause of its end.
         waited_s: seconds in the queue: since the job was queued, or since the attempt before it ended.
         start_s: from its first command to its first step: importing, the check of the nodes, building, restoring.
         down_s: from the last step or save of the attempt before it to its own first step.
-        lost_steps: which it took, and no checkpoint has.
+        lost_steps: steps that it took, and no checkpoint has.
     """
 
     stage: str | None

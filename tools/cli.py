@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
 
     Args:
         argv: the arguments without the program's name; those of this process if None.
-        parser: of another program; None: of `megamem`.
+        parser: builds the parser of another program; None: of `megamem`.
 
     Returns:
         The exit code: 0 finished, 2 configuration or usage, or what the system refuses, 3 data, 4 checkpoint, 75 stopped

@@ -59,10 +59,10 @@ class Finding:
     """One line of the page.
 
     Attributes:
-        name: what was looked at.
+        name: the thing that was looked at.
         state: `lacks`: a run needs it, and it is not there.
-        text: what was found.
-        fix: what to do, where there is something to do.
+        text: the finding in words.
+        fix: advice, where there is something to do.
     """
 
     name: str

@@ -43,8 +43,8 @@ def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]], *, start: floa
     end before the longest do so with an upright stroke.
 
     Args:
-        axes: what is drawn on.
-        runs: of each model; models without runs are left out.
+        axes: axes that are drawn on.
+        runs: curves of the runs of each model; models without runs are left out.
         start: share of the tokens before which losses may lie above the panel, as they fall steeply from ln(vocabulary).
 
     Returns:

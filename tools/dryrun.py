@@ -144,7 +144,7 @@ def collectives_by_group(report: RankReport) -> dict[tuple[str, str, int], tuple
 
 
 def as_json(report: RankReport, predicted: StageBytes) -> dict[str, Any]:
-    """The same as plain data."""
+    """A rank's report and the predicted bytes of its stage as plain data."""
     return {
         "rank": report.rank,
         "stage": report.stage,

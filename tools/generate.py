@@ -117,8 +117,8 @@ class Request:
         samplings: one per sample.
         stops: texts that end a sample, and are no part of it.
         tables: a folder or form that the memory's rows come from; None: they are part of the model.
-        cached: whether attention remembers the text.
-        expanded: whether heads' own values are made of all rows at the start.
+        cached: attention remembers the text.
+        expanded: heads' own values are made of all rows at the start.
     """
 
     prompt: str

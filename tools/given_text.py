@@ -12,7 +12,7 @@ def text_in(file: str, option: str) -> str:
     """The text of a file; of standard input, if the file is -.
 
     Args:
-        option: that names the file, for messages.
+        option: the option that names the file, for messages.
 
     Raises:
         ConfigError: it cannot be read, or is not UTF-8.

@@ -29,7 +29,7 @@ class Curves:
         validation: losses of the evaluations.
         coverage: by block with a memory, the shares of the table's rows that an observed step read.
         kl_to_uniform: by block, how far the reads of such a step are from even, in nats.
-        bits_per_byte: of the last evaluation; None without one.
+        bits_per_byte: bits per byte of the last evaluation; None without one.
         even_coverage: by block, the shares that as many even reads would cover; none where the token chooses the rows.
         dropped_out: the memories whose keys have collapsed, or that are silent, at the end.
     """

@@ -96,9 +96,9 @@ def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses:
 
     Args:
         config: the run's, on the layout of the replay.
-        folder: of the run.
+        folder: the run's folder.
         start: the checkpoint to go on from.
-        losses: of the run, by step.
+        losses: losses of the run in nats per token, by step.
     """
     from pretrain.engine.session import session
     from pretrain.train.loop import take_step

@@ -44,7 +44,7 @@ class Standing:
             are done; stopped: as it was asked to, with a checkpoint; cancelled: its job was, and saved nothing for it;
             failed: it ended with an error; killed: its process is gone and never said that it ended; unknown: from
             before ends were recorded.
-        detail: who and since when, in words; empty where there is nothing to say.
+        detail: by whom and since when, in words; empty where there is nothing to say.
         seen: its process was looked for, or it said itself that it has ended.
     """
 
@@ -53,7 +53,7 @@ class Standing:
     seen: bool = True
 
     def with_jobs(self, jobs: JobsStanding, step: int) -> Standing:
-        """The same of a run that was submitted to Slurm, whose jobs are told of too.
+        """Standing of a run that was submitted to Slurm, whose jobs are told of too.
 
         Args:
             step: the last one in its metrics.

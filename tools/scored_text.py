@@ -25,7 +25,7 @@ class ScoredText:
 
     Attributes:
         ids: tokens.
-        texts: of each by itself; the name of a token that is a part of a character.
+        texts: text of each token by itself; the name of a token that is a part of a character.
         nats: log-probability of each.
         num_bytes: UTF-8 bytes of the text.
     """

@@ -43,11 +43,11 @@ class Served:
     """A folder and the address that it is served at.
 
     Attributes:
-        folder: of Hugging Face's format.
-        name: of the model.
-        has_code: whether the folder has code of its own.
+        folder: folder of Hugging Face's format.
+        name: name of the model.
+        has_code: the folder has code of its own.
         overrides: keys of the model's configuration that are set.
-        host, port: of the server.
+        host, port: address of the server.
         options: further words for the engine.
     """
 
@@ -87,8 +87,8 @@ class Engine:
 
     Attributes:
         packages: modules that it needs.
-        install: how to get them.
-        words: of the command behind the interpreter.
+        install: command that installs the packages, and a note.
+        words: makes the words of the command behind the interpreter.
     """
 
     packages: tuple[str, ...]

@@ -53,15 +53,15 @@ class Line:
 
     Attributes:
         run: its folder.
-        name: as configured.
+        name: name in the configuration.
         step, num_steps: steps done, and to be done.
         tokens: seen in training.
         loss, validation_loss: the newest ones, in nats per token.
         checkpoint: step of the newest complete checkpoint.
-        state, detail: see `tools.run_status.Standing`.
+        state, detail: standing of the run (`tools.run_status.Standing`).
         metric_age_s: seconds since the metrics were written.
         stage: in which the last step was taken, in a run of stages.
-        dropped_out: which memories have collapsed or are silent, in words.
+        dropped_out: memories that have collapsed or are silent, in words.
     """
 
     run: str

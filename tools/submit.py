@@ -295,9 +295,9 @@ def asked_for(
     """The profile with what the command line says instead.
 
     Args:
-        nodes, time: as given, with the name of a stage and = before what is meant for it alone.
-        stage: whose job it is; None: of the whole run.
-        names: of all stages.
+        nodes, time: values of the options; the name of a stage and = come before what is meant for it alone.
+        stage: name of the stage that the job trains; None: the whole run.
+        names: names of all stages.
 
     Raises:
         ConfigError: the profile cannot have it, or there is no such stage.

@@ -119,9 +119,9 @@ def train_rank(
     """Train on one rank.
 
     Args:
-        stages: of the run, or the one configuration of a run without stages.
+        stages: configurations of the run's stages, or the one configuration of a run without stages.
         folder: the run's.
-        trained: those of the stages that are to be trained now; None: all.
+        trained: stages that are to be trained now; None: all.
         start: the checkpoint that the run goes on from while it has none of its own.
         quiet: leave out what is said before and after.
     """

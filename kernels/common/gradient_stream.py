@@ -42,7 +42,7 @@ class GradientStream:
         """
         Args:
             stream: orders its work alone.
-            of: what the stream needs to live.
+            of: an object that the stream needs to live; it is kept as long.
         """
         self._stream, self._of = stream, of
         self._under_way: list[_Addition] = []

@@ -26,7 +26,7 @@ class Rounding:
 
     Attributes:
         key: in [0, 2^63), another one for every table and rounding.
-        first_row, first_column: of the part, in the whole table.
+        first_row, first_column: place of the part in the whole table.
     """
 
     key: int
@@ -42,7 +42,7 @@ def round_stochastically(values: Tensor, out: Tensor, rounding: Rounding, rows: 
     Args:
         values: [R, C] fp32, contiguous.
         out: [R, C] bf16, contiguous.
-        rounding: of the part that begins with the first of the C columns.
+        rounding: random numbers of the part that begins with the first of the C columns.
         rows: [R] int64, their numbers in the part.
     """
     random = random_bits(rows + rounding.first_row, rounding.first_column, values.shape[1], rounding.key)

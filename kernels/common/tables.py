@@ -100,7 +100,7 @@ def table_gradient(
 
     Args:
         table: [rows, W], the parameter.
-        ids, coef, vec, bins: see `kernels.segment_accumulate.naive.segment_accumulate`.
+        ids, coef, vec, bins: arguments of `kernels.segment_accumulate.naive.segment_accumulate`.
         accumulate: the implementation.
     """
     lookup = Lookup(accumulate, ids, coef, vec, bins)

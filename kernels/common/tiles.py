@@ -37,7 +37,7 @@ _ACCUMULATE_STEP = 250
 """Instructions of a warp for so many entries of each of its runs: 212 to 279 in the machine code
 (`tests/unit/kernels/test_kernel_builds.py`)."""
 _ROUNDED_STEP = 570
-"""The same where sums are rounded to bf16: 434 to 600."""
+"""Instructions of a warp for as many entries where sums are rounded to bf16: 434 to 600."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     """Tile of `gather_dot`.
 
     Args:
-        width: of a column group.
+        width: columns of a column group.
         num_reads: J.
         num_programs: with one program per token and column group.
     """
@@ -154,7 +154,7 @@ def heads_tile(width: int, turning: int) -> HeadsTile:
     """Tile of `rotated_heads`: sixteen elements of heads per thread, which is 16 bytes of each half in bf16.
 
     Args:
-        width: of a head.
+        width: columns of a head.
         turning: columns of it that turn.
     """
     half = _power_of_two(turning // 2)

@@ -23,7 +23,7 @@ def empty_result(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bin
 
 
 def differentiable(gather_dot: GatherDot, gather_sum: GatherSum, segment_accumulate: SegmentAccumulate) -> GatherDot:
-    """The same function with gradients: x's by `gather_sum`, the table's by `segment_accumulate`."""
+    """`gather_dot` with gradients: x's by `gather_sum`, the table's by `segment_accumulate`."""
 
     def with_gradients(
         table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
@@ -84,7 +84,7 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
 
 @custom_op("cpu_gather_dot", empty_result)
 def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
-    """The same in C++, as a custom op: `torch.compile` takes it as it is."""
+    """`gather_dot` in C++, as a custom op: `torch.compile` takes it as it is."""
     ids = cpp.ids_in(table, ids)
     dtype, width = x.dtype, table.shape[1]
     types, x = cpp.types_of(table, x)

@@ -24,7 +24,7 @@ def empty_result(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None =
 
 
 def differentiable(gather_sum: GatherSum, gather_dot: GatherDot, segment_accumulate: SegmentAccumulate) -> GatherSum:
-    """The same function with gradients: the coefficients' by `gather_dot`, the table's by `segment_accumulate`."""
+    """`gather_sum` with gradients: the coefficients' by `gather_dot`, the table's by `segment_accumulate`."""
 
     def with_gradients(
         table: Tensor, ids: Tensor, coef: Tensor, /, bins: Tensor | None = None, num_bins: int = 1
@@ -113,7 +113,7 @@ def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tu
 
 @custom_op("cpu_gather_sum", empty_result)
 def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
-    """The same in C++, as a custom op: `torch.compile` takes it as it is."""
+    """`gather_sum` in C++, as a custom op: `torch.compile` takes it as it is."""
     ids = cpp.ids_in(table, ids)
     types, coef = cpp.types_of(table, coef)
     bins = None if bins is None else cpp.in_32_bits(bins)

@@ -266,11 +266,11 @@ def select_in_two_stages(
         row_scores: [T, H, N], or with directions [T, H, N, R]; fp32. With directions also bf16, which
             is widened in registers.
         column_scores: like them.
-        directions: of the rows' rank and of the columns', [H, R] each, contiguous; None: keys are ranked by their
-            scores.
+        directions: directions of the rows' rank and of the columns', [H, R] each, contiguous; None: keys are ranked by
+            their scores.
         row_top_k: M.
         top_k: K.
-        num_candidates: that a program of the second stage holds.
+        num_candidates: candidates that a program of the second stage holds.
         collect: launches the second stage's kernel. Takes row and column scores with equal strides, rows and columns
             kept by the first stage [2, T, H, M], and the scratch rows [T H, Q] for `collect_best`.
 

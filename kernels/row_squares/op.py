@@ -48,7 +48,7 @@ def torch_row_squares(gradient: Tensor) -> Tensor:
 
 @custom_op("cpu_row_squares", empty_result)
 def cpu_row_squares(gradient: Tensor) -> Tensor:
-    """The same in C++, as a custom op: `torch.compile` takes it as it is."""
+    """`row_squares` in C++, as a custom op: `torch.compile` takes it as it is."""
     types, gradient = cpp.types_of(gradient, gradient)
     squares = empty_result(gradient)
     cpp.call("row_squares", "row_squares", types, gradient, squares, *gradient.shape)

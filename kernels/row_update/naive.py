@@ -31,8 +31,8 @@ def row_update(
         weights: [R, W], fp32 or bf16.
         gradient: [N, W], fp32 or bf16.
         factors: [N] fp32.
-        keep: what a decay leaves of weights.
-        rounding: of bf16 weights, stochastically; None for fp32 ones.
+        keep: share of the weights that a decay leaves.
+        rounding: random numbers that round bf16 weights; None for fp32 ones.
         rows: [N] int64 in [0, R), different ones where factors are not 0; None: the first N.
         numbers: [N] int64, of the rows where they are rounded; None: `rows`.
     """

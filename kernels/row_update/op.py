@@ -41,7 +41,7 @@ class RowUpdate(Protocol):
 
 
 SCHEMA = "(Tensor(a!) weights, Tensor gradient, Tensor factors, float keep, int[] rounding, Tensor? rows, Tensor? numbers) -> ()"
-"""The same for a custom op of PyTorch, which takes a rounding as its numbers."""
+"""Schema of a custom op of PyTorch for `RowUpdate`; a rounding is passed as its numbers."""
 
 
 def from_custom_op(op: Callable[..., None]) -> RowUpdate:
@@ -122,4 +122,4 @@ def _in_cpp(*operands: Any) -> None:
 
 
 cpu_row_update = from_custom_op(_in_cpp)
-"""The same in C++, as a custom op: `torch.compile` takes it as it is."""
+"""`row_update` in C++, as a custom op: `torch.compile` takes it as it is."""

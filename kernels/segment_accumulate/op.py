@@ -34,7 +34,7 @@ def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order
 
     Args:
         ids: [T, J].
-        num_rows: of the table.
+        num_rows: rows of the table.
         sort: returns tensors that depend on its arguments alone.
     """
     if torch.compiler.is_compiling():
@@ -138,7 +138,7 @@ def cpu_segment_accumulate(
     bins: Tensor | None = None,
     rounding: Rounding | None = None,
 ) -> None:
-    """The same in C++, as custom ops: `torch.compile` takes them as they are."""
+    """`segment_accumulate` in C++, as custom ops: `torch.compile` takes them as they are."""
     if ids.numel() == 0:
         return
     order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)

@@ -20,7 +20,7 @@ def shuffled(entries: Tensor, num_keys: int, round_keys: Sequence[int]) -> Tenso
     Args:
         entries: int64 in [0, N^2), any shape: i N + j.
         num_keys: N, in [1, 2^31).
-        round_keys: of F in each of the `NUM_ROUNDS` rounds; in [0, 2^63).
+        round_keys: keys of F in each of the `NUM_ROUNDS` rounds; in [0, 2^63).
 
     Returns:
         int64 of the same shape, in the same range.
@@ -47,11 +47,11 @@ def shuffled_rows(
     rows[e] = (p mod num_rows + first_row) mod num_bank_rows, blocks[e] = floor(p / num_rows), p = shuffled(e)
 
     Args:
-        entries, num_keys, round_keys: see `shuffled`.
-        num_rows: of the window, in [1, num_bank_rows].
-        first_row: of the window, in [0, num_bank_rows).
+        entries, num_keys, round_keys: arguments of `shuffled`.
+        num_rows: rows of the window, in [1, num_bank_rows].
+        first_row: first row of the window, in [0, num_bank_rows).
         num_bank_rows: in [1, 2^62).
-        with_blocks: whether the blocks are asked for.
+        with_blocks: return the blocks, too.
 
     Returns:
         Rows and blocks of the entries' shape, int32 where the largest of both fits, else int64; None for blocks that were

@@ -47,7 +47,7 @@ SCHEMA = (
     "(Tensor entries, int num_keys, int[] round_keys, int num_rows, int first_row, int num_bank_rows, bool with_blocks)"
     " -> (Tensor, Tensor)"
 )
-"""The same for a custom op of PyTorch, which gives blocks of no entry where nobody asked for any."""
+"""Schema of a custom op of PyTorch for `ShuffledRows`, which gives blocks of no entry where nobody asked for any."""
 
 
 def empty_result(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -115,4 +115,4 @@ def _in_cpp(*operands: Any) -> tuple[Tensor, Tensor]:
 
 
 cpu_shuffled_rows = from_custom_op(_in_cpp)
-"""The same in C++, as a custom op: `torch.compile` takes it as it is."""
+"""`shuffled_rows` in C++, as a custom op: `torch.compile` takes it as it is."""

@@ -90,7 +90,7 @@ class _TuckerScores(torch.autograd.Function):
 
 
 def cpu_tucker_scores(scores: Tensor, cores: Tensor, entries: Tensor) -> Tensor:
-    """The same in C++, with gradients: `torch.compile` takes it as it is."""
+    """`tucker_scores` in C++, with gradients: `torch.compile` takes it as it is."""
     if not needs_gradient(scores, cores):
         return _scores(scores, cores, entries)
     out: Tensor = _TuckerScores.apply(scores, cores, entries)

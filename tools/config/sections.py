@@ -33,7 +33,7 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
     """Figures of a configuration to show besides its keys.
 
     Args:
-        config: of any kind.
+        config: a configuration of any kind.
         measured_layers: memory layers that are built to measure their initial outputs.
     """
     sections = [_length_section(config), _model_section(config), _bytes_section(settled(config))]

@@ -143,7 +143,7 @@ def twin_text(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str
 
 
 def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """The same as plain data."""
+    """An estimate as plain data."""
     time = each.time
     return {
         "overrides": each.overrides,

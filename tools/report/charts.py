@@ -30,7 +30,7 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        label: what it is called under the pointer.
+        label: name under the pointer.
         colour: CSS.
         points: at least one.
         dash: 0: solid; 1 and 2: other patterns.
@@ -52,8 +52,8 @@ class Mark:
 
     Attributes:
         kind: "start": a line across the chart; "stage": one with its label; "skip": a triangle above; "save": a tick below.
-        tokens: when.
-        label: what, under the pointer.
+        tokens: tokens seen when it happened.
+        label: name under the pointer.
         colour: CSS.
     """
 
@@ -105,8 +105,8 @@ def chart(
     """A figure with its title; the empty text without lines.
 
     Args:
-        title: what is shown.
-        unit: of the values; may be empty.
+        title: title of the figure.
+        unit: unit of the values; may be empty.
         lines: drawn in their order.
         marks: drawn below them.
         logarithmic: steps of the value axis are factors, if all values are above 0.

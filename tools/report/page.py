@@ -67,8 +67,8 @@ class Section:
 
     Attributes:
         title: its heading.
-        charts: as markup; an empty one is left out.
-        note: what the charts show.
+        charts: markup of each chart; an empty one is left out.
+        note: words on what the charts show.
         keys: their legend.
         head, rows: a table.
         words: a paragraph.

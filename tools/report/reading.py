@@ -62,7 +62,7 @@ class Metrics:
     """The rows of a run as columns.
 
     Attributes:
-        step, tokens: of the last row of a step.
+        step, tokens: step of the last row of a step, and the tokens seen by then.
         figures: by their names in the rows.
         of_blocks: by name, then by block number: figures of memories and experts. Singular values, by head in the
             rows, are `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
@@ -94,13 +94,13 @@ class RunRecord:
     """A run as a report shows it.
 
     Attributes:
-        name: what it is called in the page.
+        name: name of the run in the page.
         metrics: its course.
         config: None of a file of rows without a folder, or if this version cannot read it.
-        config_problem: why it cannot.
+        config_problem: reason why this version cannot read the configuration; empty if it can.
         parameters: None without a configuration, or without the tokenizer that says how many ids there are.
-        starts: where it was started, in order; none of a run from before they were recorded.
-        incidents: what was noticed of its health, in order.
+        starts: starts of the run, in order; none of a run from before they were recorded.
+        incidents: events that were noticed of its health, in order.
         standing: None of a file of rows.
     """
 
