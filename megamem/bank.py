@@ -79,7 +79,7 @@ class TableLookup(Protocol):
             bins: [T, J], int32 or int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
             num_bins: B; 1 without `bins`.
             values: the name of the table that is summed.
-            pre_values: of the one that is multiplied with `pre_input`.
+            pre_values: the name of the table that is multiplied with `pre_input`.
 
         Returns:
             [T, B V].
@@ -149,13 +149,13 @@ class Bank(nn.Module):
         """Allocate the tables; `megamem.initialisation` fills them.
 
         Args:
-            memory: which tables, their widths and the activation.
+            memory: config that names the tables, their widths and the activation.
             kernels: the gathers.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
-            columns, rows: that this rank holds; a subclass that holds less than all of them knows how to read.
-            copy: which of the stages' copies this one is.
+            columns, rows: part that this rank holds; a subclass that holds less than all of them knows how to read.
+            copy: place of this copy among the stages' copies.
             fetched: instead of tables, for a bank that is only read.
-            home: of the bank's one table; None: the device.
+            home: memory that holds the bank's one table; None: the device's.
         """
         super().__init__()
         self.spec, self.fetched = spec, fetched

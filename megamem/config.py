@@ -320,7 +320,7 @@ class ModelConfig(Config):
 
     @property
     def families(self) -> dict[str, MemoryConfig]:
-        """The same by the key of their section."""
+        """The families of memory layers by the key of their section."""
         return dict(zip(("model.memory", "model.second_memory"), self.memories, strict=False))
 
     @property

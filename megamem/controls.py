@@ -20,8 +20,8 @@ class ControlledLookup:
     """A bank (`megamem.bank.TableLookup`) behind a control.
 
     Attributes:
-        bank: whose rows are read.
-        control: which rows: never `none`.
+        bank: bank whose rows are read.
+        control: choice of the rows; never `none`.
     """
 
     bank: Any

@@ -11,4 +11,4 @@ class Role(Enum):
     IDENTITY = "identity"
     """Another value is another model or another start: a checkpoint is not resumed with it."""
     RUNNING = "way of running"
-    """The same weights go on with another value."""
+    """Another value goes on with the same weights."""

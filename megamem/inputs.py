@@ -36,7 +36,7 @@ class Inputs:
         query: [t, b, D], the normalised stream of an earlier block, which the memory reads with; None: its own block's.
         read: [t, b, ...], what the layers of a chunk have read together (`megamem.layers.shared_read`), of this
             tensor-parallel rank's tokens; None where each reads by itself.
-        cache: of a text that is being generated, for layers that look back; None in training.
+        cache: cache of a text that is being generated, for layers that look back; None in training.
     """
 
     packed: Tensor | None

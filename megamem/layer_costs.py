@@ -13,21 +13,21 @@ class LayerCosts:
         retrieval: parameters of query projections, keys, gains and cores.
         projections: parameters between a token's hidden state and its values, in both directions.
         key_flops: operations per token of query projections, and of their products with the keys.
-        selection_flops: of first-stage scores and the candidate grid.
-        projection_flops: of the projections.
+        selection_flops: operations per token of first-stage scores and the candidate grid.
+        projection_flops: operations per token of the projections.
         selection_bytes: bytes per token that the selection has to read and write.
         scored: scores per token that the selection reads; those that are sorted in several passes count as often.
         candidates: entries per token, out of which those that are retrieved are chosen.
         compared: pairs of entries per token, whose keys backward compares to add up the gradients of one key.
         kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
-        kept_narrow: the same in the precision of the run.
-        kept_ids: the same of int64 numbers.
+        kept_narrow: elements in the precision of the run per token that backward needs of a forward pass.
+        kept_ids: int64 numbers per token that backward needs of a forward pass.
         kept_keys: elements of keys that are normalised, once per forward pass.
         select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
         kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
         matrices: rows and columns of each of the layer's hidden matrices (`megamem.parameters.Matrices`).
-        split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
+        split_by_heads: number of the parameters that tensor-parallel ranks split with attention's heads.
         halo_tokens: hidden states before each cut of a sequence that the rank behind it asks for.
     """
 

@@ -92,7 +92,7 @@ class AuxiliaryLosses:
     Attributes:
         sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value
             x tokens.
-        penalty: of this step's cores, a scalar.
+        penalty: penalty of this step's cores, a scalar.
         penalty_gradient: its gradient in their sum, [H, R, R].
     """
 
@@ -127,7 +127,7 @@ class AuxiliaryLosses:
             out: [T, D].
             cores: [C, H, R, R], or None in layers without.
             num_sequences: b, a multiple of `balance_sequences`.
-            stage_scores, stage_ids: see `megamem.layers.retrieval.Retrieved`.
+            stage_scores, stage_ids: scores and choice of the first stage (`megamem.layers.retrieval.Retrieved`).
         """
         num_tokens = out.shape[0]
         values = torch.zeros_like(self.sums)

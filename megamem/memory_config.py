@@ -25,7 +25,7 @@ class Table:
     """One table of a bank: a parameter [rows of the bank, width].
 
     Attributes:
-        name: of the parameter, `banks.<bank>.<name>`.
+        name: name of the parameter, `banks.<bank>.<name>`.
         width: its columns, on all ranks of the memory group together.
         key: the field of the config that sets the width, for messages.
         group: the optimizer group that steps it, with a learning rate of its own.
@@ -45,8 +45,8 @@ class Lookup:
         rows: J, rows read.
         scores: C, scores per row.
         bins: B, sums per token.
-        activation: of the products of the pre-values.
-        learns_scores: whether scores have gradients; those of rows that are read as they are have none.
+        activation: function of the products of the pre-values.
+        learns_scores: scores have gradients; those of rows that are read unweighted have none.
     """
 
     rows: int
@@ -79,9 +79,9 @@ class Observed:
     """Observable quantities of a layer besides its rows and its output (`megamem.usage`).
 
     Attributes:
-        scores: whether its rows have scores.
+        scores: its rows have scores.
         spectrum: (H, R), heads and singular values of each one's core; None: it has no cores.
-        router: whether a softmax weights its rows, with a last place for adding nothing.
+        router: a softmax weights its rows, with a last place for adding nothing.
     """
 
     scores: bool = False
@@ -94,14 +94,14 @@ class Backbone:
     """The surrounding model, as far as a memory may have to fit it.
 
     Attributes:
-        hidden_size: of the residual stream.
+        hidden_size: width of the residual stream.
         num_heads: query heads of attention.
         query_groups: key/value heads of attention.
         head_dim: columns of a head.
         latent_dim: width of attention's latents; None: it has none.
         vocab_size: token ids; None: as many as the tokenizer has.
         num_memory_layers: layers of the memory.
-        has_experts: whether feed-forwards are mixtures of experts.
+        has_experts: feed-forwards are mixtures of experts.
     """
 
     hidden_size: int
@@ -122,7 +122,7 @@ class Scoring(Enum):
     PRODUCT = "product"
     """The sum of its row's score and its column's, for halves of projected queries."""
     HEADS = "heads"
-    """The same, for halves of the outputs of attention's heads; each head's values are summed by themselves."""
+    """The sum of both scores, for halves of attention's heads' outputs; each head's values are summed by themselves."""
     ROWS = "rows"
     """The score of a key of its own."""
     NGRAMS = "ngrams"
@@ -140,7 +140,7 @@ class Ngrams:
         boundary_id: token id that stands for what is not there.
         cuts_at_boundary: a token of that id hides all older ones from those behind it.
         head_rows: rows of every head, by memory layer, order by order; each order has as many heads.
-        epsilons: of the norms of keys, queries and the convolution's inputs; None: the model's.
+        epsilons: epsilons of the norms of keys, queries and the convolution's inputs; None: the model's.
     """
 
     max_order: int

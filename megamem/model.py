@@ -45,12 +45,12 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
-        separate_documents: whether attention needs the documents' bounds.
-        reads_tokens: whether this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for
-            tokens, or documents are separate.
+        separate_documents: attention needs the documents' bounds.
+        reads_tokens: this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for tokens,
+            or documents are separate.
         weights_are_set: to be set by whoever fills the weights.
-        input_needs_gradient: whether the backward pass goes on in the chunk before this one.
-        output_needs_gradient: whether there is a backward pass in this chunk, or in one before it.
+        input_needs_gradient: the backward pass goes on in the chunk before this one.
+        output_needs_gradient: there is a backward pass in this chunk, or in one before it.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class MemoryGPTModel(GPTModel):
         Args:
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
-            loss_chunk_tokens: see `pretrain.config.schema.TrainConfig`.
+            loss_chunk_tokens: tokens whose logits the loss holds at a time (`pretrain.config.schema.TrainConfig`).
             separate_documents: positions start anew at every document, and each chunk asks for them.
-            attention_core: what attends where Transformer Engine does not.
-            norm: of the backbone, where Transformer Engine brings none.
-            kernels: of the layers' retrieval and of the backbone; the banks have theirs.
-            side_stream: where the memory of a block runs beside its feed-forward.
+            attention_core: class of attention's core where Transformer Engine does not attend.
+            norm: class of the backbone's norms, where Transformer Engine brings none.
+            kernels: kernels of the layers' retrieval and of the backbone; the banks have theirs.
+            side_stream: stream on which the memory of a block runs beside its feed-forward.
             vp_stage: index of the chunk on its rank; None without interleaving.
             stage: this rank's stage, of those of the pipeline.
             earlier: the chunks of this rank that were built before, which lend it the banks that every stage holds.
             seed: the run's seed, which keys the shuffles.
             token_halo: reaches the tokens before those of this context-parallel rank.
-            hidden_halo: the same of hidden states, between the tensor-parallel regions.
+            hidden_halo: reaches the hidden states before those of this rank, between the tensor-parallel regions.
 
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
@@ -211,8 +211,8 @@ class MemoryGPTModel(GPTModel):
             labels: [b, s] int64, or [1 + n, b, s] with those of the tokens that a branch predicts, too
                 (`megamem.backbone.multi_token`); None where logits are wanted.
             asked: [b, s], not 0 where labels are to be judged instead; without gradients.
-            cache: what the model has seen of these sequences, whose tokens go on with `input_ids`; for evaluation alone,
-                and without bounds.
+            cache: the tokens that the model has seen of these sequences, which go on with `input_ids`; for evaluation
+                alone, and without bounds.
 
         Returns:
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits

@@ -29,7 +29,7 @@ class ReducedOver(Enum):
     DATA = "data"
     """Data- and context-parallel ranks. Tensor-parallel ones hold other shards of it, or have the same gradient."""
     TOKENS = "tokens"
-    """Those and the tensor-parallel ranks, each of which has seen its own share of the sequence."""
+    """Data-, context- and tensor-parallel ranks, each of which has seen its own share of the sequence."""
     STAGE = "stage"
     """All ranks of the stage with the same shard; buffers and optimizer are Megatron's for expert parallelism."""
 
@@ -69,12 +69,13 @@ def declare(
 
     Args:
         parameter: new.
-        group: whose learning rate, decay and clipping it gets.
-        reduced_over: whose gradients are added up.
+        group: optimizer group, which gives it learning rate, decay and clipping.
+        reduced_over: ranks whose gradients are added up.
         tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole, and the global
             gradient norm counts it on the first of them alone.
-        matrices: that it consists of; None: it is no hidden matrix.
-        width: how it follows the model's width, in families that do (`MemoryConfig.follows_width`) and in the backbone.
+        matrices: matrices that it consists of; None: it is no hidden matrix.
+        width: its rule for the model's width, in families that have one (`MemoryConfig.follows_width`) and in the
+            backbone.
     """
     assert not is_declared(parameter)
     parameter.hidden_matrices = matrices  # type: ignore[attr-defined]

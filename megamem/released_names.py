@@ -37,7 +37,7 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
 
     Args:
         tensors: by released name (`transformer.blocks.0.att_proj.weight`), all of a model or any part of it.
-        model: the same model's config.
+        model: config of the same model.
 
     Raises:
         ValueError: if a name is not one of the release's.
@@ -76,7 +76,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     Args:
         tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's
             feed-forward. A table that layers share may appear under any or all of them.
-        model: the same model's config.
+        model: config of the same model.
 
     Raises:
         ValueError: if a name is not that of a parameter of a memory layer.

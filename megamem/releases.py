@@ -30,11 +30,11 @@ class ReleasedNames:
 
     Attributes:
         parameters: our names by the released ones.
-        tables: the same of the tables.
+        tables: our names of tables by the released ones.
         stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
             axis.
         unused: parameters that the release has and does not use.
-        tables_in: whether a table is that of one layer, or one for the whole model, with the layers' rows in order.
+        tables_in: owner of a table: one layer, or the whole model, with the layers' rows in order.
         convert: a released tensor in our layout, given our name for it and the layer's config. The elements keep their
             order.
         shape: the released shape of a parameter, given our name for it and our shape.
@@ -59,9 +59,9 @@ class ReleasedPart:
 
     Attributes:
         name: in the module.
-        shape: of ours.
-        there: of theirs; None: the same.
-        less: how much less each element is there.
+        shape: shape of our parameter.
+        there: shape of theirs; None: the same.
+        less: number that each element of theirs is smaller by.
     """
 
     name: str
@@ -75,8 +75,8 @@ class ReleasedModule:
     """A memory layer with a bank of its own as a module of a public code, whose models are others around it.
 
     Attributes:
-        names: of the module, as models call it; the first one is written, below `model`.
-        table: of the rows, `<table>.weight`, or `<table>.shard_<number>.weight` for parts of them in order.
+        names: the module's names, as models call it; the first one is written, below `model`.
+        table: name of the table: `<table>.weight`, or `<table>.shard_<number>.weight` for parts of it in order.
         table_rows: rows of the table there, the first ones of ours.
         parts: by our name.
         stated: integers that the code keeps, and that follow from the configuration here, by the name in the module.

@@ -20,7 +20,7 @@ class KeyedShuffle:
     entry and layer. Layers go from entries to rows in one op, `Kernels.shuffled_rows`.
 
     Attributes:
-        round_keys: of F in each round, which with `num_keys` are all there is to it.
+        round_keys: keys of F in each round, which with `num_keys` are all there is to it.
     """
 
     def __init__(self, num_keys: int, *, seed: int, name: str) -> None:

@@ -26,7 +26,7 @@ class SideStream:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         """
         Args:
-            stream: where branches run; None: on the caller's stream, when they are joined.
+            stream: the stream of branches; None: they run on the caller's stream, when they are joined.
         """
         self._stream = stream
 

@@ -28,7 +28,7 @@ class TrainedPart:
 
     Attributes:
         model: the whole model.
-        blocks: that are trained; None: all of the model.
+        blocks: numbers of the blocks that are trained; None: all of the model.
     """
 
     model: ModelConfig

@@ -97,8 +97,8 @@ class UsageCollector:
 
         Args:
             layers: this rank's.
-            num_blocks: of the whole model.
-            observed: what their family has to be observed.
+            num_blocks: blocks of the whole model.
+            observed: quantities that their family has to be observed.
             stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
         """
         self.layers, self.num_blocks, self.observed = tuple(layers), num_blocks, observed
@@ -134,7 +134,7 @@ class UsageCollector:
             null_weight, router_entropy: mean weight that a token's router gives to nothing, and mean entropy of its
                 weights in nats (log(K + 1) if they are even); only where rows have a router.
             output_std: standard deviation of the layer's output over tokens and dimensions.
-            singular_values: of each head's summed core, descending; only with Tucker cores.
+            singular_values: values of each head's summed core, descending; only with Tucker cores.
         """
         self.stop()
         if self.layers:

@@ -79,8 +79,8 @@ class WidthRules:
 
         Args:
             shape: outputs and inputs.
-            scale: of the update of a matrix of this shape.
-            base_scale: of that of `base_shape`.
+            scale: scale of the update of a matrix of this shape.
+            base_scale: scale of the update of one of `base_shape`.
         """
         outputs, inputs = shape
         base_outputs, base_inputs = self.base_shape(width, shape)

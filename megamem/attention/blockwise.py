@@ -27,8 +27,8 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[T
         query: [q, b, n, d].
         key: [k, b, g, d].
         value: [k, b, g, d].
-        tiles: of which no two have a score in common.
-        scale: of the scores.
+        tiles: tiles of which no two have a score in common.
+        scale: factor of the scores.
 
     Returns:
         [q, b, n, d].
@@ -59,7 +59,7 @@ class PartialAttention:
     """The output over the keys that were added, of queries [q, b, n, d].
 
     Attributes:
-        normaliser: of every query over those keys [q, b, n], in at least fp32.
+        normaliser: log of the sum of exp(score) of every query over those keys [q, b, n], in at least fp32.
     """
 
     def __init__(self, query: Tensor, scale: float) -> None:
@@ -100,11 +100,11 @@ class PartialGradients:
 
     @property
     def query(self) -> Tensor:
-        """That of the queries [q, b, n, d], in their dtype."""
+        """Gradient of the queries [q, b, n, d], in their dtype."""
         return self._grad_query.to(self._query.dtype)
 
     def add(self, key: Tensor, value: Tensor, tiles: Iterable[Tile]) -> Tensor:
-        """Those of some keys and values [k, b, g, d], stacked [2, k, b, g, d], in at least fp32."""
+        """Gradients of some keys and values [k, b, g, d], stacked [2, k, b, g, d], in at least fp32."""
         grads = torch.zeros(2, *key.shape, dtype=_accumulated(key), device=key.device)
         for tile in tiles:
             of_queries, of_keys = (tile.queries, tile.sequences), (tile.keys, tile.sequences)

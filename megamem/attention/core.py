@@ -76,8 +76,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bo
         query: [s, b, n, d].
         key: [s, b, g, d].
         value: [s, b, g, d].
-        scale: of the scores.
-        bounds: of the documents, [D + 1] int64 in host memory; None: every sequence is one.
+        scale: factor of the scores.
+        bounds: bounds of the documents, [D + 1] int64 in host memory; None: every sequence is one.
 
     Returns:
         [s, b, n d].
@@ -104,7 +104,7 @@ def last_token_attention(query: Tensor, key: Tensor, value: Tensor, scale: float
         query: [1, b, n, d].
         key: [k, b, g, d].
         value: [k, b, g, v], which may be narrower or wider than keys.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         [1, b, n v].

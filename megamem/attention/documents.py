@@ -48,7 +48,7 @@ class Slice:
     Attributes:
         start: the first one's place in its sequence.
         stop: the place after the last one's.
-        offset: where a tensor that holds the slice has the first one.
+        offset: the first one's place in a tensor that holds the slice.
     """
 
     start: int
@@ -65,9 +65,9 @@ class Tile:
     """Queries and keys between which no score is masked, or of which the same tokens are masked causally.
 
     Attributes:
-        sequences: that it is about.
-        queries: where the tensor of queries has them.
-        keys: where the tensor of keys has them.
+        sequences: sequences that have the tokens.
+        queries: their places in the tensor of queries.
+        keys: their places in the tensor of keys.
         causal: both are the same tokens, each of which attends to itself and those before it.
     """
 
@@ -83,7 +83,7 @@ class Documents:
 
     Attributes:
         length: s.
-        bounds: of the documents in all sequences one after the other; None: every sequence is one document.
+        bounds: bounds of the documents in all sequences one after the other; None: every sequence is one document.
     """
 
     length: int

@@ -105,7 +105,7 @@ class CachedHalo:
     def __init__(self, last: dict[Hashable, Tensor], owner: Hashable) -> None:
         """
         Args:
-            last: what is kept, by owner.
+            last: tokens that are kept, by owner.
         """
         self._last, self._owner = last, owner
 

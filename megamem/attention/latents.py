@@ -46,10 +46,11 @@ class LatentAttentionSubmodules:
     """Modules for the slots of latent attention.
 
     Attributes:
-        linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
-        layernorm: of latents.
-        core_attention: see `core.py`.
-        linear_proj: of outputs; tensor-parallel ranks split its rows.
+        linear: linear of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its
+            columns.
+        layernorm: norm of latents.
+        core_attention: attention of heads (`megamem.attention.core`).
+        linear_proj: linear of outputs; tensor-parallel ranks split its rows.
     """
 
     linear: Callable[..., nn.Module]
@@ -76,7 +77,7 @@ class LatentAttention(Attention):
     ) -> None:
         """
         Args:
-            rotated_heads: see `megamem.attention.kv_cache.CachingSelfAttention`; heads are not normalised.
+            rotated_heads: turns heads (`megamem.attention.kv_cache.CachingSelfAttention`); they are not normalised.
         """
         super().__init__(
             config=config, submodules=submodules, layer_number=layer_number, attention_type="self", **megatron
@@ -192,7 +193,7 @@ class LatentAttention(Attention):
         return queries, keys, values
 
     def latents(self, latents: Tensor, inputs: Inputs | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that keys, and those that values are made of, of the tokens' normalised ones [t, b, C]."""
+        """Latents that keys are made of, and those that values are, of the tokens' normalised ones [t, b, C]."""
         return latents, latents
 
     def _turned(self, queries: Tensor, keys: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ def tile_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, s
         key: [b, g, k, d], where g divides n.
         value: [b, g, k, d].
         causal: query i attends to keys 0 to i, and q = k; else to all.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         [b, n, q, d] in the dtype of the query, and log sum_j exp(s_j) [b, n, q] in at least fp32.
@@ -61,7 +61,7 @@ def tile_gradients(
     """A tile's part of the gradients of query, key and value.
 
     Args:
-        grad_out: of the output over all keys [b, n, q, d].
+        grad_out: gradient of the output over all keys [b, n, q, d].
         query: with `key`, `value`, `causal` and `scale` as in `tile_attention`.
         out: the output over all keys, of which the tile has some [b, n, q, d].
         normaliser: over all keys [b, n, q].

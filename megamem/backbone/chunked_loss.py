@@ -74,7 +74,7 @@ def judge(
     nothing is never right by the order of its ids.
 
     Args:
-        hidden, weight, labels: as in `ChunkedLoss.forward`.
+        hidden, weight, labels: arguments of `ChunkedLoss.forward`.
         asked: [b, s], not 0 where it is asked.
 
     Returns:
@@ -162,7 +162,7 @@ class _WeightGradient:
     """The sum of gradients^T tokens over chunks, in fp32 until it is complete.
 
     Attributes:
-        result: what is left for autograd, in the weight's dtype, once the last chunk is in.
+        result: gradient that is left for autograd, in the weight's dtype, once the last chunk is in.
     """
 
     result: Tensor

@@ -92,7 +92,7 @@ class Router(TopKRouter):
     `megamem.losses` gives: with 1 it is Megatron's seq_aux_loss, with all of a microbatch its aux_loss.
 
     Attributes:
-        balance_sequences: which divides the sequences of a microbatch.
+        balance_sequences: number of consecutive sequences; divides those of a microbatch.
         sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x
             tokens.
     """

@@ -90,7 +90,7 @@ class MultiTokenPrediction(MegatronModule):
 
         Args:
             blocks_before: blocks of the chunk, from which Megatron numbers the branch's on.
-            vp_stage: see `megamem.model.MemoryGPTModel`.
+            vp_stage: index of the chunk on its rank; None without interleaving.
         """
         super().__init__(config)
         self._weight, self._loss, self._group = settings.loss_weight / settings.depth, loss, groups.tp
@@ -120,8 +120,9 @@ class MultiTokenPrediction(MegatronModule):
         Args:
             labels: [1 + depth, b, s] int64, see `stacked`.
             embedding, output: [V, D], this rank's rows.
-            angles: of RoPE, or their cosines and sines, as the blocks before got them.
-            document_bounds: see `megamem.model.MemoryGPTModel.forward`.
+            angles: angles of RoPE, or their cosines and sines, as the blocks before got them.
+            document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences; None: every sequence is
+                one.
         """
         state, out = hidden, hidden
         for n, layer in enumerate(self.layers):

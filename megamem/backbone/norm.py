@@ -44,7 +44,7 @@ class HeadNorm(RMSNorm):
 
 
 class ApexRMSNorm(RMSNorm):
-    """The same by Apex's kernels, which keep the input and a number per row, too."""
+    """RMSNorm by Apex's kernels, which keep the input and a number per row, too."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)

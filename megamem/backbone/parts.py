@@ -28,16 +28,17 @@ class Parts:
     """The modules.
 
     Attributes:
-        column_linear: whose columns tensor-parallel ranks split.
-        row_linear: whose rows they split.
-        head_norm: of query and key heads.
-        latent_norm: of latents.
-        rotated_heads: see `megamem.attention.kv_cache.CachingSelfAttention`.
-        core: see `megamem.attention.core`.
+        column_linear: linear whose columns tensor-parallel ranks split.
+        row_linear: linear whose rows they split.
+        head_norm: norm of query and key heads.
+        latent_norm: norm of latents.
+        rotated_heads: normalises and turns heads (`megamem.attention.kv_cache.CachingSelfAttention`); None: Megatron
+            does.
+        core: attention of heads (`megamem.attention.core`).
         ffn: the feed-forward where Megatron's layer builds it.
         make_ffn: builds it elsewhere.
-        latent: of latent attention; None: keys and values have projections of their own.
-        side_stream: where the memory of a block runs beside its feed-forward.
+        latent: settings of latent attention; None: keys and values have projections of their own.
+        side_stream: stream on which the memory of a block runs beside its feed-forward.
     """
 
     column_linear: Any
@@ -94,8 +95,8 @@ class Site:
     """One memory of the model.
 
     Attributes:
-        slot: where it acts.
-        plan: of its block.
+        slot: place in the block at which it acts.
+        plan: plan of its block.
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
     """

@@ -46,12 +46,12 @@ def backbone_parts(
     """The modules that blocks are built from.
 
     Args:
-        config: of the whole model.
+        config: Megatron's config of the whole model.
         implementation: Megatron's local linears with our `norm` and `attention_core`, or all of Transformer Engine's.
-        latent: of latent attention; None: keys and values have projections of their own.
+        latent: settings of latent attention; None: keys and values have projections of their own.
         moe: a mixture of experts as the feed-forward; None: the dense one.
-        kernels: of what stands between products.
-        side_stream: where the memory of a block runs beside its feed-forward.
+        kernels: kernels of what stands between products.
+        side_stream: stream on which the memory of a block runs beside its feed-forward.
 
     Raises:
         ValueError: if Transformer Engine is asked for and not installed.

@@ -33,17 +33,18 @@ class Family(Generic[C]):
 
     Attributes:
         config: its config, whose `kind` has the family's name as its default.
-        layer_path: of the class of its layers, `module:Class`; a path, because torch and Megatron take seconds to load.
-        costs: of one layer with this view in a model of this hidden size.
-        distribution: that a layer's parameter is drawn from, given its own name; None for buffers, and for what the
+        layer_path: path of the class of its layers, `module:Class`, and not the class: torch and Megatron take seconds
+            to load.
+        costs: costs of one layer with this view in a model of this hidden size.
+        distribution: distribution of a layer's parameter, given its own name; None for buffers, and for what the
             layer's `calibrate` sets.
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
             calibrated, or None where they calibrate nothing.
         released: the layer's names in public codes, by the code's name.
         released_module: a layer as a module of a public code, in a model of this hidden size; it raises ValueError where the
             code has no such layers. None: there is none.
-        shared_read_path: as `layer_path`, of what the layers of a chunk read together, if they do.
-        shared_parameters: of that, in a model of this hidden size, besides the table.
+        shared_read_path: path `module:Class` of what the layers of a chunk read together, if they do.
+        shared_parameters: parameters of the shared read, in a model of this hidden size, besides the table.
         shared_kept_wide: fp32 elements per token that backward of that needs, besides its sums of rows.
     """
 

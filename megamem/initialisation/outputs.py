@@ -44,12 +44,13 @@ class InitialOutput:
     """One memory layer at initialisation.
 
     Attributes:
-        block: that it belongs to.
-        calibration: of its scores; None where it calibrates nothing.
-        table_std: of the elements of its tables (sigma_V).
-        predicted_std: of its output, by its family's formula; None where there is none.
+        block: number of its block.
+        calibration: statistics of its scores; None where it calibrates nothing.
+        table_std: standard deviation of the elements of its tables (sigma_V).
+        predicted_std: standard deviation of its output, by its family's formula; None where there is none.
         measured_std: over the sample.
-        ffn_std: of the output of the dense feed-forward beside it, measured; None where there is none.
+        ffn_std: measured standard deviation of the output of the dense feed-forward beside it; None where there is
+            none.
         num_tokens: the sample.
     """
 
@@ -180,7 +181,7 @@ class _DrawnTables:
     """A lookup that draws the rows it is asked for, as a bank's tables hold them.
 
     Attributes:
-        std: of their elements; set before a layer reads.
+        std: standard deviation of their elements; set before a layer reads.
     """
 
     std: float

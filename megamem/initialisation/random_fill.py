@@ -38,7 +38,7 @@ def fill(
         out: the shard, any floating dtype; written in place.
         name: the tensor's global name.
         global_shape: shape of the whole tensor; None: that of the shard.
-        offset: where the shard starts in it, per dimension; None: at its origin.
+        offset: start of the shard in the whole tensor, per dimension; None: its origin.
     """
     if isinstance(distribution, Constant):
         out.detach().fill_(distribution.value)
@@ -129,7 +129,7 @@ def _rows_at_once(row_elements: int, device: torch.device) -> int:
 def _merge_whole_dims(
     out: Tensor, global_shape: Sequence[int], offset: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same numbers in the same order, with a dimension that is not split merged into the one before it.
+    """Shapes and offset of the same numbers in the same order, each whole dimension merged into the one before it.
 
     Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that
     skip stay as they are.

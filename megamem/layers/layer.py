@@ -33,7 +33,7 @@ class ScoreCalibration:
     """Statistics of the retrieved scores that initialisation needs.
 
     Attributes:
-        gain: of the query norm and of the key norm, at which the mean retrieved score of a core is 1.
+        gain: gain of the query norm and of the key norm, at which the mean retrieved score of a core is 1.
         sigma_s: standard deviation of the retrieved scores of a core at that gain.
     """
 
@@ -74,14 +74,14 @@ class MemoryLayer(MegatronModule):
         """Allocate the weights; `megamem.initialisation` fills them.
 
         Args:
-            memory: of the layer's own family.
+            memory: config of the layer's own family.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
-            kernels: of retrieval and norms.
+            kernels: kernels of retrieval and norms.
             name: the layer's global name, which with the seed keys what it draws by itself.
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
                 rank holds all of them.
             tensor_group: tensor-parallel ranks, which hold the other heads of attention; None: this one holds all.
-            halo: see the attribute.
+            halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
         """
         super().__init__(config=config)
         self.name = name

@@ -28,8 +28,8 @@ class Retrieved:
         scores: [T, H, K, C], the weights of the entries. Tucker: the score of each core; they sum to what the selection
             ordered by. Product keys: the softmax of the summed scores within a head, C = 1.
         stage_ids: [2, T, H, M], int64 rows and columns kept by the first stage, best first.
-        stage_scores: what the first stage ranked rows and columns by, [2, T, H, N]; differentiable, for the balance
-            loss. Computed when called, because nothing else needs them.
+        stage_scores: scores by which the first stage ranked rows and columns, [2, T, H, N]; differentiable, for the
+            balance loss. Computed when called, because nothing else needs them.
     """
 
     entries: Tensor

@@ -39,9 +39,9 @@ class SharedRead(MegatronModule):
         """Allocate the weights; `megamem.initialisation` fills them.
 
         Args:
-            memory: of the layers' family.
+            memory: config of the layers' family.
             lookup: the bank that they share.
-            copy: which of the stages' copies this one is.
+            copy: place of this copy among the stages' copies.
             tensor_group: ranks that hold the weights too, and other tokens of the microbatch.
             data_group: ranks that hold the weights too, and other microbatches or slices of them.
         """

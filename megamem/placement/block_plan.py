@@ -20,12 +20,12 @@ class BlockPlan:
     """One block.
 
     Attributes:
-        slots: where the memories that read in it act: none, one, or one in attention and one outside of it.
+        slots: slots of the memories that read in it: none, one, or one in attention and one outside of it.
         memories: indices of their memory layers.
-        has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
-        reads_once: whether its memory weighs what was read for all blocks of the chunk together.
+        has_layer_norm: LayerNorm stands before attention, and not RMSNorm.
+        reads_once: its memory weighs what was read for all blocks of the chunk together.
         queried: the earlier block whose normalised stream its memory outside of attention reads with; None: its own.
-        lends_query: whether memories of later blocks read with its normalised stream.
+        lends_query: memories of later blocks read with its normalised stream.
     """
 
     slots: tuple[Slot, ...] = ()

@@ -18,10 +18,10 @@ class PlacedMemory:
     """One memory layer.
 
     Attributes:
-        memory: of its family.
+        memory: config of its family.
         number: among the layers of its family.
         span: the block that it reads in, and the one after which it adds.
-        view: of its bank, by the model's number.
+        view: view of its bank, by the model's number.
     """
 
     memory: MemoryConfig
@@ -41,8 +41,8 @@ class Placed:
 
     Attributes:
         layers: in the order of their blocks.
-        banks: of all families, whose layers are numbers in `layers`.
-        families: of the banks.
+        banks: banks of all families, whose layers are numbers in `layers`.
+        families: config of each bank's family.
     """
 
     layers: tuple[PlacedMemory, ...]

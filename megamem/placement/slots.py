@@ -15,18 +15,18 @@ class Slot:
     """One place where a memory acts.
 
     Attributes:
-        name: as exported configurations and messages have it.
+        name: name in exported configurations and messages.
         edit_path: `module:function` that changes what the memory asks for, and nothing else, in a block's spec (a
             `megamem.backbone.parts.BlockEdit`); a path, because Megatron takes seconds to load.
         module: the module of a block that holds the memory, a `megamem.block.MemorySite`.
         layer_path: `module:Class` of the block itself, a `megamem.block.MemoryBlock`.
-        has_ffn: whether the block has a feed-forward besides.
-        has_output_projection: whether the block's attention has an output projection.
-        is_inserted: whether the memory is all that its block adds to the residual stream. Such a block has neither a
+        has_ffn: the block has a feed-forward besides.
+        has_output_projection: the block's attention has an output projection.
+        is_inserted: the memory is all that its block adds to the residual stream. Such a block has neither a
             feed-forward nor the norm before it, and begins as the identity; the model's blocks are counted with it.
-        needs_plain_attention: whether the memory reads what latent attention does not have.
-        splits_latents: whether latent attention makes values of latents that the memory mixes, and keys of others.
-        is_exported: whether the model that Hugging Face's library loads (`pretrain.convert.huggingface`) has the slot.
+        needs_plain_attention: the memory reads what latent attention does not have.
+        splits_latents: latent attention makes values of latents that the memory mixes, and keys of others.
+        is_exported: the model that Hugging Face's library loads (`pretrain.convert.huggingface`) has the slot.
     """
 
     name: str

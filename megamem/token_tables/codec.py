@@ -26,7 +26,7 @@ class RowCodec(ABC):
     """Encoding of one table's rows as records of `record_bytes` bytes.
 
     Attributes:
-        dtype: of the rows that come back.
+        dtype: dtype of the rows that come back.
         width: W.
     """
 

@@ -58,7 +58,7 @@ class FetchedRows:
         """
         Args:
             records: in memory, or mapped from a file.
-            part: of `num_parts` equal parts of the columns, the one that this rank holds.
+            part: number of the columns' part that this rank holds, of `num_parts` equal ones.
         """
         width = codec.width // num_parts
         self._records, self._codec, self._rows_per_token = records, codec, rows_per_token

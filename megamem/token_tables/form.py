@@ -21,8 +21,8 @@ class TableForm:
     """A form of a table.
 
     Attributes:
-        text: as it is written: `full`, `int8`, `int4`, `rank:R`, or `cut:P`, TIDE's rank of a cut by P percent.
-        bits: of an element's code; None: elements are as they are, or factors.
+        text: its name: `full`, `int8`, `int4`, `rank:R`, or `cut:P`, TIDE's rank of a cut by P percent.
+        bits: bits of an element's code; None: elements are as they are, or factors.
         rank: R of `rank:R`.
         cut: P / 100 of `cut:P`.
     """

@@ -68,11 +68,11 @@ class EngramConfig(MemoryConfig):
     key_epsilon: PositiveFloat | None = None
     """Added to the mean square in the norm of keys; null: model.norm_epsilon."""
     query_epsilon: PositiveFloat | None = None
-    """The same in that of the residual stream before the gate."""
+    """Added to the mean square in the norm of the residual stream before the gate; null: model.norm_epsilon."""
     conv_epsilon: Annotated[
         PositiveFloat | None, EffectiveWhen(lambda c: c.conv_kernel > 0, "conv_kernel is above 0")
     ] = None
-    """The same in that of the convolution's inputs."""
+    """Added to the mean square in the norm of the convolution's inputs; null: model.norm_epsilon."""
     vocab_size: PositiveInt | None = None
     """Token ids that are hashed; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""
     boundary_id: NonNegativeInt = 0

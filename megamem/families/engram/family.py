@@ -52,7 +52,7 @@ def _distribution(name: str, memory: EngramConfig, model: ModelConfig) -> Distri
 
 
 def _table_std(memory: EngramConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """That of the embedding, whose rows they are, too."""
+    """Standard deviation of the embedding, whose rows they are, too."""
     return model.narrow_std
 
 

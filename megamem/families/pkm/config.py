@@ -13,7 +13,7 @@ class PkmConfig(ProductKeyConfig):
     """One PKM layer."""
 
     follows_width: ClassVar[bool] = True
-    """As in a Memory+, whose values may also be vectors of the stream."""
+    """True like a Memory+'s, whose values may also be vectors of the stream."""
     width_advice: ClassVar[str] = ", or value_projection to true"
     """Only PKM may have one."""
 

@@ -38,7 +38,7 @@ def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribu
 
 
 def _table_std(memory: TideConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """That of the embedding. Rows are normalised, so it says only how far a step of the optimizer turns one."""
+    """Standard deviation of the embedding. It says only how far the optimizer turns a row: rows are normalised."""
     return model.narrow_std
 
 

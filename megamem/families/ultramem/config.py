@@ -17,7 +17,7 @@ class UltraMemConfig(TuckerConfig):
     """
 
     default_expansion: ClassVar[int] = 2
-    """As in the paper: four virtual blocks."""
+    """Four virtual blocks, the paper's number."""
 
     kind: Literal["ultramem"] = "ultramem"
     """ultramem: Tucker cores, a projection per virtual block."""
