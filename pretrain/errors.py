@@ -39,7 +39,7 @@ class MissingDataError(DataError):
     """There is no such data set.
 
     Attributes:
-        folder: where it was looked for.
+        folder: folder that was looked in.
     """
 
     def __init__(self, message: str, folder: Path) -> None:

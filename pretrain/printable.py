@@ -17,7 +17,7 @@ def printable(text: object, most: int | None = None) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """The same of a text with line breaks of its own, such as a message."""
+    """A text with line breaks of its own, such as a message; all else that no font shows, as escapes."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 

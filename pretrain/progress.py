@@ -23,10 +23,10 @@ class Progress:
     def __init__(self, what: str, *, total: int, initial: int = 0, is_bytes: bool = False, leave: bool = True) -> None:
         """
         Args:
-            what: is counted or done, as in "step".
+            what: noun for what is counted or done, as in "step".
             total: number of these.
-            initial: those that were done before.
-            is_bytes: they are bytes of a file, and are told in megabytes.
+            initial: number of these that were done before.
+            is_bytes: the unit is a byte of a file, and the bar tells megabytes.
             leave: leave the bar on the terminal, and say that the work is done where there is none.
         """
         self._what, self._total, self._done, self._initial = what, total, initial, initial

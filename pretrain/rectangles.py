@@ -12,9 +12,9 @@ class Rectangle:
     """A rectangle of a tensor that is contiguous in its flattened form.
 
     Attributes:
-        offset: where it starts, per dimension.
+        offset: start of the rectangle, per dimension.
         shape: its size, per dimension.
-        flat_start: where it starts in the flattened tensor.
+        flat_start: place of its first element in the flattened tensor.
     """
 
     offset: tuple[int, ...]

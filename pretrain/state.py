@@ -15,8 +15,8 @@ class DataRead:
     """A data set as it was when a run read it.
 
     Attributes:
-        path: where it was, absolute.
-        sha256: of its tokens and their tokenizer (`Manifest.content_fingerprint`).
+        path: absolute path at which it was.
+        sha256: hash of its tokens and their tokenizer (`Manifest.content_fingerprint`).
     """
 
     path: str
@@ -61,8 +61,8 @@ class RunState:
         num_rewinds: times that the run went back to a checkpoint.
         passed_over: first sample, and the one after the last, of what was passed over when the run went back.
         recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
-        trained: what has been trained, as `num_updates` and `optimizer.trained_layers` whenever the latter changed;
-            empty while it has been all of the model.
+        trained: parts that have been trained, as `num_updates` and `optimizer.trained_layers` whenever the latter
+            changed; empty while it has been all of the model.
         tokenizer: fingerprint of the tokenizer of its data; None: a version wrote it that kept none.
         trained_on: data sets, from the step on at which they changed; it begins above 0 where a version wrote the steps
             before that kept none.
@@ -124,7 +124,7 @@ class RunState:
         """Updates since a parameter has been trained without a break, which its moments have seen.
 
         Args:
-            is_trained: whether it is, given `optimizer.trained_layers`.
+            is_trained: True if the parameter is trained, given `optimizer.trained_layers`.
         """
         since, before = 0, True
         for first, layers in self.trained:

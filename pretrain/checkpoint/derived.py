@@ -32,7 +32,7 @@ def derived_weights(names: Iterable[str]) -> dict[str, str]:
     """Weights that a checkpoint does not store because one of its tensors determines them.
 
     Args:
-        names: of the tensors that are stored.
+        names: names of the tensors that are stored.
 
     Returns:
         The name of the fp32 tensor by the name of the weight, which is that tensor's cast to

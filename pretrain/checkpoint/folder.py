@@ -41,11 +41,11 @@ class SavedState:
 
     Attributes:
         path: the checkpoint's folder.
-        run: how far the run had come.
+        run: counters of the run at its step.
         config: the resolved config, as plain values.
-        files: what was written, by name; without hashes in format 1.
-        weights_dtype: of the weights that are not written because fp32 main weights determine them, as "bfloat16" (see
-            `pretrain.checkpoint.derived`); None in format 1, which writes all of them.
+        files: the files that were written, by name; without hashes in format 1.
+        weights_dtype: dtype of the weights that are not written because fp32 main weights determine them, as "bfloat16"
+            (see `pretrain.checkpoint.derived`); None in format 1, which writes all of them.
     """
 
     path: Path
@@ -94,8 +94,8 @@ def complete(
 
     Args:
         folder: the run's checkpoints.
-        step: whose files are all written.
-        files: what was written, by name; None: all that is there, which is read for its hashes.
+        step: a step whose files are all written.
+        files: the files that were written, by name; None: all that is there, which is read for its hashes.
         content: `run`, `rng`, `config`, `versions` and `weights_dtype`, see `SavedState`.
     """
     path, final = writing_folder(folder, step), step_folder(folder, step)
@@ -220,7 +220,7 @@ def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_ev
 
     Args:
         folder: the run's checkpoints.
-        newest_step: of the checkpoint that was just completed.
+        newest_step: step of the checkpoint that was just completed.
         keep_last: newest ones to keep, that one included; 0: all.
         keep_every_steps: steps divisible by this are kept for good; 0: no such rule.
     """

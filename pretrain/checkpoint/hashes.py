@@ -17,7 +17,7 @@ class RecordedFile:
 
     Attributes:
         num_bytes: its size.
-        sha256: of its contents, in hexadecimal digits; None in checkpoints of format 1.
+        sha256: hash of its contents, in hexadecimal digits; None in checkpoints of format 1.
     """
 
     num_bytes: int

@@ -46,7 +46,7 @@ class StoredObject:
     Attributes:
         file: name of the file in the checkpoint's folder.
         start: first byte of it in the file.
-        num_bytes: of it, the envelope of `torch.save` included.
+        num_bytes: bytes of it, the envelope of `torch.save` included.
     """
 
     file: str
@@ -81,7 +81,7 @@ class Index:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The same as `stored`, as PyTorch has dtypes."""
+        """Global shapes and PyTorch's dtypes, by name."""
         import torch
 
         return {name: TensorInfo(each.shape, getattr(torch, each.dtype)) for name, each in self.stored.items()}

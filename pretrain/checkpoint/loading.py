@@ -32,13 +32,13 @@ class Target:
     """Destination of a region of a stored tensor.
 
     Attributes:
-        region: of the stored tensor.
-        global_shape: that the stored tensor has to have.
+        region: rectangle of the stored tensor.
+        global_shape: shape that the stored tensor has to have.
         data: in the region's shape, filled in place, of any dtype.
         rounded_to: a dtype that every element is cast to on its way; None: straight to that of `data`.
         rows: a region with a number per row fills `data` [rows, columns] by "spread"ing each over its row; one
             [rows, columns] fills `data` [rows] by the "mean" of each row, all of whose columns it has.
-        factor: that every element is multiplied by on its way, before it is rounded; None: none.
+        factor: number that every element is multiplied by on its way, before it is rounded; None: none.
     """
 
     region: Region
@@ -53,7 +53,7 @@ def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
     """Fill this rank's targets from the checkpoint in a folder. Collective.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         targets_of: the targets, given the checkpoint's index.
 
     Raises:

@@ -109,7 +109,7 @@ def damaged_files(
 
     Args:
         path: the checkpoint's folder.
-        names: of the files to read; None: all that are recorded.
+        names: names of the files to read; None: all that are recorded.
         on_bytes: told how many bytes each portion had that was read, in any of several threads.
 
     Returns:

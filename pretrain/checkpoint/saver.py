@@ -51,10 +51,10 @@ class SaveReport:
     """A save that is complete.
 
     Attributes:
-        step: that was saved.
+        step: step that was saved.
         stall_s: seconds in which the ranks did not train for it.
         save_s: seconds from its begin until it was known to be complete.
-        num_bytes: of all files.
+        num_bytes: bytes of all files.
     """
 
     step: int
@@ -72,11 +72,11 @@ class _Save:
     """A save in flight, on one rank.
 
     Attributes:
-        content: of `state.json`, besides the files.
-        tensors: of all ranks, by name.
-        writers: of this rank's files; there until all ranks have written theirs.
+        content: content of `state.json`, besides the files.
+        tensors: shapes and dtypes of the tensors of all ranks, by name.
+        writers: writers of this rank's files; there until all ranks have written theirs.
         finish: rank 0's last phase, once it has begun; None before, and on other ranks.
-        is_written: whether all ranks have written, and said so.
+        is_written: all ranks have written, and said so.
     """
 
     config: RunConfig
@@ -99,7 +99,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time. Its methods are called on all ranks alike.
 
     Attributes:
-        reports: of saves that are complete, for whoever takes them.
+        reports: reports of saves that are complete, for whoever takes them.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class Saver:
         A save in flight is finished first.
 
         Args:
-            config: of the run.
-            state: how far it has come.
+            config: configuration of the run.
+            state: counters of the run.
             entries: sharded state dict to write.
             folder: the run's checkpoints.
 

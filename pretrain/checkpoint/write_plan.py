@@ -28,9 +28,9 @@ class HeldShard:
     """A shard that a rank holds.
 
     Attributes:
-        region: of the global tensor.
+        region: rectangle of the global tensor.
         tensor: the global tensor's shape and dtype.
-        is_main: whether it is the one of its replicas that counts; the main ones tile the tensor.
+        is_main: the shard is the one of its replicas that counts; the main ones tile the tensor.
     """
 
     region: Region
@@ -72,7 +72,7 @@ def plan_writes(held: Sequence[Iterable[HeldShard]], rank: int, item_bytes: int 
 
     Args:
         held: by rank.
-        rank: whose part it is.
+        rank: the rank that writes this part.
         item_bytes: largest item, unless a single element is larger.
     """
     tensors: dict[str, TensorInfo] = {}
@@ -133,6 +133,6 @@ def num_bytes(data: Mapping[Region, Tensor]) -> int:
 
 
 def with_storage_of_its_own(tensor: Tensor) -> Tensor:
-    """The same elements on the CPU, as a whole storage: `torch.save` writes whole storages. CPU memory is shared."""
+    """A tensor's elements on the CPU, as a whole storage: `torch.save` writes whole storages. CPU memory is shared."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)

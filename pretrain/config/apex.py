@@ -17,7 +17,7 @@ EXTENSIONS: dict[ApexPart, str] = {
 
 
 def without_apex(config: RunConfig) -> RunConfig:
-    """The same by PyTorch alone, for models that are not trained here, on machines that may lack Apex."""
+    """The configuration by PyTorch alone, for models that are not trained here, on machines that may lack Apex."""
     return replace(config, train=replace(config.train, apex=()))
 
 

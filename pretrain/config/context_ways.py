@@ -47,7 +47,7 @@ def context_costs(
     and normalisers, T n of 4 bytes.
 
     Args:
-        model: whose heads are split over `tensor_size` tensor-parallel ranks.
+        model: a model, whose heads are split over `tensor_size` tensor-parallel ranks.
         num_tokens: T.
         element_bytes: e, of activations.
     """

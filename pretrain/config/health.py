@@ -27,7 +27,8 @@ class SpikeConfig(Config):
     loss_deviations: Annotated[PositiveFloat | None, _ON] = 6.0
     """Standard deviations above the window's mean from which a loss is a spike; null: the loss is not judged."""
     grad_norm_deviations: Annotated[PositiveFloat | None, _ON] = 6.0
-    """The same for the gradient norm before clipping (without the tables', where they have one of their own)."""
+    """Standard deviations above the window's mean from which a gradient norm before clipping is a spike (without the
+    tables', where they have one of their own); null: the norm is not judged."""
     max_rewinds: Annotated[PositiveInt, _REWINDS] = 5
     """Times that a run goes back; at the next spike it ends with an error."""
 
@@ -63,7 +64,8 @@ class HealthConfig(Config):
     long_phase_minutes: Annotated[
         PositiveFloat, EffectiveWhen(lambda c: c.hang_minutes != 0, "health.hang_minutes is not 0")
     ] = 60.0
-    """The same for the first step, and for what comes between two steps: an evaluation, a save."""
+    """Minutes that the first step may take, and what comes between two steps (an evaluation, a save), before the ranks
+    write their stacks into the run's logs and end."""
     slow_ranks: SlowRankConfig = field(default_factory=SlowRankConfig)
     """Ranks that are slower than the others."""
     compare_replicas_every_steps: NonNegativeInt = 0

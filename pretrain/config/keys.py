@@ -231,7 +231,7 @@ def _in_section(owner: Any, prefix: str) -> Iterator[Ineffective]:
 
 
 def without_ineffective(config: RunConfig) -> RunConfig:
-    """The same run, with every field that nothing reads at its default: what is left where a section was taken out."""
+    """A run with every field that nothing reads at its default: what is left where a section was taken out."""
     for item in ineffective_fields(config):
         if not item.at_default:
             config = _at_default(config, item.key.split("."))

@@ -23,7 +23,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """Reasons that the model cannot be laid out this way.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: ranks of the run, or None where it is not known yet.
     """
     yield from _ranks(config, world_size)

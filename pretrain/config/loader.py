@@ -141,7 +141,7 @@ def settle(cls: type[T], node: Node, in_file: Node | None = None) -> tuple[T, di
 
     Args:
         node: all of the configuration's values.
-        in_file: those of its file, if overrides were laid over them.
+        in_file: the values of its file, if overrides were laid over them.
 
     Returns:
         The configuration, and for each dropped key the condition that it lacks, in words.
@@ -237,7 +237,7 @@ def without_former(node: Node, *, of_value: bool) -> Node:
     """The tree without the sections of former versions that have no values.
 
     Args:
-        node: of a whole configuration.
+        node: tree of a whole configuration.
         of_value: also leave out those that have values.
     """
     for key in _FORMER:

@@ -21,7 +21,7 @@ class Level:
     """Steps of one size.
 
     Attributes:
-        first_step: of the level.
+        first_step: first step of the level.
         samples_before: sequences of the steps before it.
         batch_size: sequences per step, over all ranks.
     """

@@ -278,7 +278,7 @@ class OptimizerConfig(Config):
     value_lr_end_multiplier: Annotated[
         NonNegativeFloat | None, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
     ] = None
-    """The same after value_lr_decay_tokens; null: constant."""
+    """Learning rate of values and pre-values over that of the backbone, after value_lr_decay_tokens; null: constant."""
     value_lr_decay_tokens: Annotated[
         NonNegativeInt,
         EffectiveWhen(

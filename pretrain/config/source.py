@@ -155,7 +155,7 @@ def parse_yaml(text: str, source: str, layer: Layer, fixed_origin: bool = False)
     Args:
         text: one YAML document.
         source: its name in messages.
-        layer: of these values.
+        layer: source of these values: a base, the named file or an override.
         fixed_origin: leave line numbers out (for a value that was given on the command line).
     """
     try:

@@ -81,9 +81,9 @@ class StartingPoint:
     """The checkpoint that a run goes on from in a folder of its own.
 
     Attributes:
-        path: of the checkpoint.
-        state: how far it had come.
-        config: that it was trained with.
+        path: path of the checkpoint.
+        state: counters of its run.
+        config: configuration that it was trained with.
         known_path: the path that a data set has in `config`, given where it is now.
     """
 
@@ -133,7 +133,7 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None 
         path: a YAML file.
         overrides: `key=value` texts, the values in YAML; they apply to the run, and with `stages.NAME.` or `stages.N.`
             before them to an entry, which goes before the run.
-        stage: whose own entry gets those of them that it would override.
+        stage: name of the stage whose own entry gets those of them that it would override.
 
     Raises:
         ConfigError: a file or an override cannot be read.
@@ -157,9 +157,10 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
     """The one configuration of a run without stages, or that of a stage.
 
     Args:
-        path: see `read_run`.
-        overrides: see there; of a stage that is named, they also set what its entry says itself.
-        name: of the stage; None in a run without.
+        path: a YAML file.
+        overrides: `key=value` texts, as in `read_run`; of a stage that is named, they also set what its entry says
+            itself.
+        name: name of the stage; None in a run without.
 
     Raises:
         ConfigError: see `RunSource.stages`; or there is no such stage, or there are several and none is named.

@@ -32,8 +32,8 @@ class Update:
         name: for people.
         per_element: fp32 tensors in the parameter's shape.
         per_row: fp32 tensors with a number per row of the parameter.
-        has_main_weights: whether weights of fewer bits have fp32 main weights, which are rounded to them. Without them
-            the weights are what is updated.
+        has_main_weights: weights of fewer bits have fp32 main weights, which are rounded to them. Without them the
+            weights are what is updated.
     """
 
     name: str

@@ -282,7 +282,7 @@ def advice(config: RunConfig, *, on_gpu: bool = True) -> Iterator[str]:
     consequence and the better value.
 
     Args:
-        on_gpu: what concerns GPUs alone, too.
+        on_gpu: include sentences that concern GPUs alone.
     """
     yield from _rate_that_stays(config)
     if on_gpu:

@@ -18,8 +18,8 @@ class Difference:
     """Difference between two checkpoints in one tensor.
 
     Attributes:
-        name: of the tensor.
-        text: what differs, in words.
+        name: name of the tensor.
+        text: the difference in words.
     """
 
     name: str
@@ -50,11 +50,11 @@ def differences(
     """Compare tensors of these names.
 
     Args:
-        names: of both, or of one of them.
-        tolerance: how far two elements may lie apart, relative to the larger magnitude of the two; 0: the same
-            bits, but for the sign of zero. NaN equals NaN.
+        names: names of both, or of one of them.
+        tolerance: largest distance of two elements, relative to the larger magnitude of the two; 0: the same bits, but
+            for the sign of zero. NaN equals NaN.
         labels: the two checkpoints in words.
-        compare_dtypes: whether another dtype is a difference.
+        compare_dtypes: another dtype is a difference.
         on_bytes: told of progress, in bytes of the first's tensors.
 
     Raises:

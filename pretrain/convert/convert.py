@@ -31,10 +31,10 @@ class Converted:
     """Result of a conversion, which was read back.
 
     Attributes:
-        path: of the new checkpoint.
-        num_tensors: that it holds.
-        num_bytes: of them.
-        num_kept_files: that an earlier start had finished.
+        path: path of the new checkpoint.
+        num_tensors: tensors that it holds.
+        num_bytes: bytes of its tensors.
+        num_kept_files: files that an earlier start had finished.
     """
 
     path: Path

@@ -32,15 +32,15 @@ class OpenedCheckpoint:
     """A checkpoint of any format, as ours.
 
     Attributes:
-        path: of the checkpoint.
-        format_name: of its format.
+        path: path of the checkpoint.
+        format_name: name of its format.
         reader: the model's tensors, and the optimizer's if they are there, under our global names and in our shapes.
-        config: of the run; of an imported model, the defaults around what is known of it. Its vocabulary is the one that
-            the embedding was made for, before padding.
-        state: how far the run had come.
-        saved: what else a checkpoint of ours holds.
+        config: configuration of the run; of an imported model, the defaults around what is known of it. Its vocabulary
+            is the one that the embedding was made for, before padding.
+        state: counters of the run.
+        saved: the rest of what a checkpoint of ours holds; None of another format.
         tokenizer: its own, if it has one.
-        notes: what tells it from another one of the same source besides its configuration, in words by title.
+        notes: words, by title, that tell it from another one of the same source besides its configuration.
         sums: SHA-256 of its files by name, where somebody wrote them down beside them; a checkpoint of ours has its own.
     """
 
@@ -94,11 +94,11 @@ class Target:
     """Properties that the result of a conversion is to have.
 
     Attributes:
-        layout: that it is for.
-        with_optimizer: whether it holds the optimizer's state.
-        dtype: of weights; None: as they are.
-        max_file_bytes: of tensors in a file, about.
-        table_bits: of elements of a memory's tables; None: they have the dtype of weights.
+        layout: layout that it is for.
+        with_optimizer: the result holds the optimizer's state.
+        dtype: dtype of weights; None: as they are.
+        max_file_bytes: bytes of tensors in a file, about.
+        table_bits: bits of an element of a memory's tables; None: they have the dtype of weights.
     """
 
     layout: ParallelConfig
@@ -151,8 +151,8 @@ class SourceFormat(Protocol):
         """Open a checkpoint.
 
         Args:
-            step: of a run's checkpoint; None: the newest complete one.
-            config: of a checkpoint that has none with it.
+            step: step of a run's checkpoint; None: the newest complete one.
+            config: configuration of a checkpoint that has none with it.
 
         Raises:
             CheckpointError: it is damaged, or of something that cannot be represented.

@@ -27,10 +27,10 @@ class Listing:
     """A checkpoint of any format, as far as its index and its state tell.
 
     Attributes:
-        path: of the checkpoint.
-        format_name: of its format.
+        path: path of the checkpoint.
+        format_name: name of its format.
         tensors: shapes and dtypes of the model's tensors and the optimizer's, under our global names.
-        config: of the run.
+        config: configuration of the run.
         facts: versions of packages and state of the run, of a checkpoint of ours.
     """
 
@@ -59,8 +59,8 @@ def native_listing(path: Path, step: int | None) -> Listing:
     """Listing of a checkpoint of ours.
 
     Args:
-        path: of a run, or of one of its checkpoints.
-        step: of a run's checkpoint; None: the newest one.
+        path: folder of a run, or of one of its checkpoints.
+        step: step of a run's checkpoint; None: the newest one.
 
     Raises:
         CheckpointError: it is missing or damaged.

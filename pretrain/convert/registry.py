@@ -15,7 +15,7 @@ from pretrain.errors import CheckpointError, ConfigError
 
 _EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), ReleasedFormat())
 FORMATS = {each.name: each for each in _EVERY}
-"""Those that are written, by name."""
+"""Formats that are written, by name."""
 _SOURCES: tuple[SourceFormat, ...] = (*_EVERY, MegatronFormat())
 """In the order in which a path is tried."""
 
@@ -24,8 +24,8 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
     """Open a checkpoint of whatever format.
 
     Args:
-        step: of a run's checkpoint; None: the newest one, which must be whole.
-        config: of a checkpoint that has none with it.
+        step: step of a run's checkpoint; None: the newest one, which must be whole.
+        config: configuration of a checkpoint that has none with it.
 
     Raises:
         CheckpointError: there is none, or it cannot be opened.

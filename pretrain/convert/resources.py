@@ -21,7 +21,7 @@ class Resources:
 
     Attributes:
         num_workers: threads.
-        max_memory_bytes: of this process.
+        max_memory_bytes: memory of this process, in bytes.
     """
 
     num_workers: int

@@ -35,7 +35,7 @@ def write_package_texts(package: str, patterns: Sequence[str], output: Path) -> 
 
     Args:
         package: name and exact version, as in Django==5.2.8.
-        patterns: as of shells, of paths in the archive without its first folder; `*` matches `/`, too.
+        patterns: patterns of shells, for paths in the archive without its first folder; `*` matches `/`, too.
         output: the file to write.
 
     Raises:

@@ -80,8 +80,8 @@ class Shares:
     """Weights of a blend, and the most samples that it allows.
 
     Attributes:
-        weights: of its data sets, in one unit.
-        most_samples: of a run, in which every data set is read as often as it may be; None: no limit.
+        weights: weights of its data sets, in one unit.
+        most_samples: samples of a run in which every data set is read as often as it may be; None: no limit.
     """
 
     weights: tuple[float, ...]
@@ -92,7 +92,7 @@ def blend_shares(entries: Sequence[DatasetEntry], datasets: Sequence[PreparedDat
     """Shares of the entries, by weight or by epochs.
 
     Args:
-        datasets: of the entries, in their order; all of them hold a sample.
+        datasets: data sets of the entries, in their order; all of them hold a sample.
     """
     if any(entry.epochs is None for entry in entries):
         return Shares(tuple(entry.weight for entry in entries), None)

@@ -25,15 +25,15 @@ class BlendIndex:
     one, and the streams are served in their own order.
 
     Attributes:
-        num_samples: of each stream.
+        num_samples: samples of each stream.
     """
 
     def __init__(self, weights: Sequence[float], num_samples: int, folder: Path, *, checked: bool = True) -> None:
         """Open the index of so many samples, or make it.
 
         Args:
-            weights: of the streams, in any unit.
-            folder: where it is kept.
+            weights: weights of the streams, in any unit.
+            folder: folder in which it is kept.
             checked: hold it against its hashes, which one process of a machine does.
 
         Raises:

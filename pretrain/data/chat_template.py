@@ -38,7 +38,7 @@ class Rendered(NamedTuple):
     """Text of a conversation.
 
     Attributes:
-        text: as the template writes it.
+        text: text that the template writes.
         generated: first character, and the one behind the last, of each `{% generation %}` block.
     """
 
@@ -83,7 +83,7 @@ class ChatTemplate:
         """Text of a conversation.
 
         Args:
-            messages: of JSON's kinds.
+            messages: messages of JSON's kinds.
             now: the moment that the template is told it is.
             asks: with what a server writes before an answer.
 

@@ -21,10 +21,10 @@ class Row(NamedTuple):
     """A row's value in the column.
 
     Attributes:
-        number: of the row, from 1 on; of CSV the line that it begins in.
+        number: number of the row, from 1 on; of CSV the line that it begins in.
         value: None where it is null, or where the row is broken.
         file_bytes: progress through the file that the row stands for.
-        failure: why the row is broken.
+        failure: reason why the row is broken.
     """
 
     number: int

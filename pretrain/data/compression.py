@@ -28,7 +28,7 @@ def canonical_key(text: str, token: str) -> str:
     """Text that the ids of like texts have in common.
 
     Args:
-        text: that an id stands for.
+        text: text that an id stands for.
         token: its name in the vocabulary, for ids of part of a character.
     """
     if _UNDECODED in text:

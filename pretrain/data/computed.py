@@ -29,8 +29,8 @@ class ComputedSamples:
         """Open the samples of a split.
 
         Args:
-            dataset: of at least one sample.
-            number: of the data set in its blend; each has an order of its own.
+            dataset: a data set of at least one sample.
+            number: number of the data set in its blend; each has an order of its own.
         """
         self._file = f"{dataset.prefix(split)}.bin"
         self._vocab_size = dataset.tokenizer.vocab_size
@@ -90,7 +90,7 @@ class ComputedBlend:
         """Lay out a blend.
 
         Args:
-            weights: of the streams, in any unit.
+            weights: weights of the streams, in any unit.
         """
         # A block in which even the largest share could be less than none would have no order.
         self.block = max(_SMALLEST_BLOCK, 1 << (len(weights) ** 2 - 1).bit_length())

@@ -49,7 +49,7 @@ class MessagesField:
     """The JSON field of the messages of a conversation.
 
     Attributes:
-        may_hold_markers: what reads as a special token in a message is that token; otherwise the record is bad.
+        may_hold_markers: text that reads as a special token in a message is that token; otherwise the record is bad.
     """
 
     name: str
@@ -68,7 +68,7 @@ def chat_tokenizer(spec: str | Path, eod_token: str | None = None) -> HuggingFac
 
     Args:
         spec: a `tokenizer.json`, or a folder that holds one.
-        eod_token: as of `load_tokenizer`.
+        eod_token: the token that ends a document; None picks the only known name that the vocabulary has.
 
     Raises:
         DataError: there is no such tokenizer, it has no template, or it cannot be used.
@@ -115,9 +115,9 @@ class ConversationReader:
     """Reader of conversations; `open` makes one.
 
     Attributes:
-        field: where they are.
+        field: field that the messages are in.
         turn_end: id of the token that ends what the assistant says; None: there is none.
-        blanks: what the template writes before a content, and a server does not: the model does.
+        blanks: blanks that the template writes before a content, and a server does not: the model does.
         reads_parts: the template reads contents that are lists of texts.
         forbidden: texts that no message may hold.
         now: the moment that the template is told it is.
@@ -423,7 +423,7 @@ def _between(contents: Sequence[str], pieces: Sequence[str]) -> list[str] | None
     """Texts before the first content, between contents, and behind the last one; None: the contents are not there.
 
     Args:
-        pieces: of the text, split at the marks before contents that begin with a blank and behind every content.
+        pieces: parts of the text, split at the marks before contents that begin with a blank and behind every content.
     """
     found, left = [], iter(pieces)
     for content in contents:

@@ -32,7 +32,7 @@ class HoldOut:
     Attributes:
         inputs: files and directories whose documents are all held out, and no others; empty: documents are drawn.
         fraction: share of their text; 0: none.
-        seed: of the draw.
+        seed: seed of the draw.
     """
 
     inputs: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Division:
     Attributes:
         held_out: whole.
         cut: the one of which the end is held out; None: none is.
-        cut_share: that of its end.
+        cut_share: share of its end that is held out.
     """
 
     held_out: frozenset[int]

@@ -29,7 +29,7 @@ def open_index(
 
     Args:
         key: stands for all that the arrays depend on.
-        names: of the arrays.
+        names: names of the arrays.
         make: writes them, each whole or not at all, if one is missing or damaged.
         of: their subject, in words.
         checked: hold the arrays against the hashes in `key-hashes.json`. They are read whole for that: one process of a

@@ -82,7 +82,7 @@ class IndexedWriter:
 
         Args:
             prefix: path of the files without their endings.
-            dtype: of the ids in the file.
+            dtype: dtype of the ids in the file.
             written: go on after this much, cutting off what follows; None: begin.
             scoring: the file that says which tokens are scored; None: all are.
         """
@@ -177,7 +177,7 @@ def header_problem(file: Path, num_documents: int, ids_bytes: int, num_tokens: i
 
     Args:
         ids_bytes: size of the file with the ids.
-        num_tokens: that it holds.
+        num_tokens: tokens that it holds.
     """
     with file.open("rb") as stream:
         content = stream.read(len(IDX_MAGIC) + _HEADER.size)

@@ -28,7 +28,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
     Args:
         index: in [0, size).
-        key: of the permutation.
+        key: key of the permutation.
     """
     assert 0 <= index < size
     side = math.isqrt(size - 1) + 1

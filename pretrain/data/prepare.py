@@ -219,8 +219,8 @@ class _Job:
     """The work of one preparation.
 
     Attributes:
-        inputs: of both kinds, those whose documents are held out last.
-        num_inputs: those of the other kind.
+        inputs: inputs of both kinds, those whose documents are held out last.
+        num_inputs: number of inputs of the other kind.
     """
 
     inputs: Sequence[str]

@@ -30,7 +30,7 @@ def staged_folder(output: Path, *, can_go_on: Callable[[Path], bool] = lambda _:
     """A folder to build in; it becomes `output`, replacing what is there, when the block ends without an error.
 
     Args:
-        can_go_on: whether a folder that an earlier build has left is this one's beginning.
+        can_go_on: True for a folder that an earlier build has left, if it is this one's beginning.
 
     Raises:
         DataError: another process is building the same output, or the disk refuses (full, read-only).

@@ -56,7 +56,7 @@ class TokenizerInfo:
     eod: int
     """Id of the token that ends every document."""
     eod_token: str | None
-    """The same as a token, for a Hugging Face tokenizer."""
+    """Token that ends every document, of a Hugging Face tokenizer."""
     special_tokens: bool = False
     """True if text that reads as a special token became that token. Text became the text's tokens in any case, so data
     prepared with it and without have the same fingerprint, and may be trained on together."""
@@ -246,7 +246,7 @@ class HuggingFaceTokenizer(Tokenizer):
         Args:
             definition: content of the `tokenizer.json`.
             eod_token: the token that ends a document; None picks the only known name that the vocabulary has.
-            origin: where the definition is from, for messages.
+            origin: source of the definition, for messages.
             special_tokens: text that reads as a special token is that token, as in a chat model's own texts.
             chat: template of conversations.
 

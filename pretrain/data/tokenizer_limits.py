@@ -25,8 +25,8 @@ def check_limits(definition: Mapping[str, Any], largest_id: int, origin: str) ->
 
     Args:
         definition: the content of a `tokenizer.json`.
-        largest_id: that a text may become.
-        origin: of the definition, for messages.
+        largest_id: largest id that a text may become.
+        origin: source of the definition, for messages.
 
     Raises:
         DataError: it makes texts far longer, or an id is larger than data sets can hold.

@@ -32,7 +32,7 @@ class TokenizedRecord:
     """Result of a record: documents (none if it is empty), or the reason that it is bad.
 
     Attributes:
-        documents: of the record.
+        documents: documents of the record.
     """
 
     origin: str

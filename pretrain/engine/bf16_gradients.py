@@ -39,7 +39,7 @@ class TableRoundings:
     """Roundings of a table's gradient: a function of the table, the update, the replica and the lookup's number.
 
     Attributes:
-        num_updates: that the table has seen.
+        num_updates: updates that the table has seen.
     """
 
     def __init__(self, seed: int, name: str, first: tuple[int, int], owner: Sequence[int]) -> None:

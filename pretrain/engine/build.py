@@ -213,7 +213,7 @@ def unwrap(chunk: Chunk) -> MemoryGPTModel:
 
 
 def _weakly(method: Callable[[], T]) -> Callable[[], T]:
-    """The same without holding the object: a config outlives its model."""
+    """The method without holding its object: a config outlives its model."""
     weak = weakref.WeakMethod(method)
 
     def call() -> T:

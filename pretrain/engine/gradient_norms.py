@@ -15,8 +15,8 @@ class GradientNorms:
     """Norms over all ranks, before clipping.
 
     Attributes:
-        main: of all parameters, or of all but the tables if these have a norm of their own.
-        tables: of values and pre-values together, or None if they are in `main`.
+        main: norm of all parameters, or of all but the tables if these have a norm of their own.
+        tables: norm of values and pre-values together, or None if they are in `main`.
     """
 
     main: float

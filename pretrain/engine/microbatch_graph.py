@@ -51,7 +51,7 @@ class MicrobatchGraph:
         """
         Args:
             chunk: built on the stream that steps run on, which is not the default one.
-            capture: of CUDA, unless a test has another.
+            capture: captures passes in a graph; CUDA's, unless a test has another.
         """
         self._chunk, self._capture = chunk, capture or _cuda_capture
         self._batch: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ class MicrobatchGraph:
         """Gradients of the microbatches, complete over all ranks, as Megatron's schedule leaves them.
 
         Args:
-            forward_step: of the schedule, whose loss is backpropagated.
+            forward_step: the schedule's forward step, whose loss is backpropagated.
             begin: starts the step's sums anew, gradients among them; the passes before a capture leave some.
 
         Returns:

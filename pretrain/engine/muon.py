@@ -50,7 +50,7 @@ class Team:
     """Ranks of a stage that own ranges of the same matrices.
 
     Attributes:
-        group: whose rank number is replica x T + tensor-parallel rank.
+        group: ranks of the team; a rank's number is replica x T + tensor-parallel rank.
         num_tensor: T.
     """
 
@@ -81,9 +81,9 @@ class Unit:
     """Rows of a parameter that one rank works on: a matrix, or several whose rows take turns.
 
     Attributes:
-        spread: of the parameter over replicas.
-        start, stop: of the rows in the flattened parameter, alike on every tensor-parallel rank.
-        tensor_ranks: that have them: parts of the same matrices if `dim` is a dimension, else copies.
+        spread: spread of the parameter over replicas.
+        start, stop: places of the rows in the flattened parameter, alike on every tensor-parallel rank.
+        tensor_ranks: ranks that have the rows: parts of the same matrices if `dim` is a dimension, else copies.
         dim: in which the parts are joined; None: the first is whole.
         rows: numbers of rows of the whole that belong to its matrices in turn, over and over.
     """
@@ -266,7 +266,7 @@ class _Way:
 
     Attributes:
         owned: this rank's as an owner.
-        worked: those of the units that it works on.
+        worked: pieces of the units that it works on.
         to_workers: elements of `owned` by worker.
         to_owners: elements of `worked` by owner.
     """
@@ -294,9 +294,9 @@ class Muon(UpdateRule):
 
         Args:
             settings: the keys of Muon.
-            widths: how updates follow the model's width.
-            dtype: of products.
-            team: that owns the shares' parameters together.
+            widths: rules by which updates follow the model's width.
+            dtype: dtype of products.
+            team: team that owns the shares' parameters together.
         """
         self.shares, self._team, self._dtype, self._settings = shares, team, dtype, settings
         self._widths = widths

@@ -25,7 +25,7 @@ class NonFinite:
     """Parameters of one rank with gradients that are not finite.
 
     Attributes:
-        rank, host: of it.
+        rank, host: number of the rank, and its machine.
         stage: its pipeline stage.
         names: the first few parameters.
         num_parameters: the number of all of them.

@@ -38,7 +38,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
     checkpoint holds tensors only, which are loaded in place.
 
     Attributes:
-        rules: that update this rank's shares of the groups that have one.
+        rules: rules that update this rank's shares of the groups that have one.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         """See `DistributedOptimizer`.
 
         Args:
-            inner: whose groups have a `rule`: None, or one of `make_rules`, which then updates the group. To Megatron
-                such a group is empty.
+            inner: optimizer whose groups have a `rule`: None, or one of `make_rules`, which then updates the group. To
+                Megatron such a group is empty.
         """
         # Before Megatron puts this rank's ranges in the place of parameters.
         groups = inner.param_groups if inner is not None else []
@@ -260,7 +260,7 @@ class MemoryOptimizer(ChainedOptimizer):
             optimizers: dense first, tables with gradients of rows last, of these the ones in files last.
             value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
                 None: one norm for all.
-            roundings: of the gradients of tables on this rank that are in bf16.
+            roundings: roundings of the gradients of tables on this rank that are in bf16.
         """
         super().__init__(optimizers)
         self._value_clip_grad, self._roundings = value_clip_grad, roundings

@@ -89,7 +89,7 @@ def row_entries(leaf: ShardedTensor, start: int, name: str, rows: Tensor) -> dic
     Args:
         leaf: the rank's part of the table in the model's checkpoint, [rows, columns].
         start: first position of the range in the flattened part.
-        name: of the state.
+        name: name of the state.
         rows: [n], a number for every row that the range has elements of; the entries are views of it.
 
     Returns:
@@ -126,7 +126,7 @@ def number_entry(leaf: ShardedTensor, name: str, number: Tensor) -> dict[str, Sh
 
     Args:
         leaf: the rank's part of the table in the model's checkpoint, [rows, columns].
-        name: of the number.
+        name: name of the number.
         number: [1]; the entry is a view of it.
     """
     *copies, _ = _without_data_replica(leaf.replica_id)

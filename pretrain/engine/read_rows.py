@@ -182,9 +182,9 @@ class ReadTables:
         """
         Args:
             config: Megatron's, that of the optimizers beside.
-            param_groups: as Megatron's optimizers have them.
-            make_rule: of the rule.
-            is_counted: whether this is the replica whose gradients count in the global norm.
+            param_groups: parameter groups in the form of Megatron's optimizers.
+            make_rule: makes the update rule of shares.
+            is_counted: this is the replica whose gradients count in the global norm.
         """
         self._is_counted = is_counted
         self.config, self.model_chunks, self.param_groups = config, list(chunks), param_groups

@@ -77,7 +77,7 @@ def add_up_rows(
     """Add up the gradients of a step, of which all backward passes are done. Collective over replicas and stages.
 
     Args:
-        num_tokens: of the step over all ranks, which gradients are divided by.
+        num_tokens: tokens of the step over all ranks, which gradients are divided by.
         stages: ranks that hold copies of this one's banks, or other layers.
     """
     gradients = {

@@ -47,7 +47,7 @@ class Place:
         name: the table's, in checkpoints.
         first_row, first_column: in the whole table.
         width: columns of the whole table.
-        kernels: of its bank.
+        kernels: kernels of its bank.
     """
 
     name: str
@@ -75,9 +75,9 @@ class _Part:
     """A rectangle [n, c] of a share.
 
     Attributes:
-        rows: of the share's touched rows.
-        first_column: of the rank's W.
-        flat: of the share's E elements.
+        rows: places among the share's touched rows.
+        first_column: first of its columns, among the rank's W.
+        flat: places among the share's E elements.
     """
 
     rows: slice
@@ -93,9 +93,9 @@ class RowWise(UpdateRule):
     """The update of this rank's shares of tables, with second moments of the rows that they touch.
 
     Attributes:
-        places: of all tables.
-        groups: see `RowGroups`.
-        num_rows: that this rank's shares touch.
+        places: places of all tables.
+        groups: groups over which a row's sum of squares is added up.
+        num_rows: rows that this rank's shares touch.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class RowWise(UpdateRule):
 
         Args:
             settings: for beta2 and epsilon.
-            seed: of the random numbers of rounding.
-            places: of all tables.
+            seed: seed of the random numbers of rounding.
+            places: places of all tables.
         """
         self.shares = shares
         self._beta2, self._epsilon, self._seed = settings.beta2, settings.epsilon, seed

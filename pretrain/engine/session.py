@@ -26,7 +26,7 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
     """This rank's groups, for as long as the context lasts.
 
     Args:
-        config: whose layout the groups have.
+        config: configuration whose layout the groups have.
         later: configurations that may take its place (`relaid`).
 
     Raises:

@@ -62,9 +62,9 @@ class StepResult:
         loss: the training loss, without auxiliary losses.
         auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
             tokens.
-        ahead: of predictions of further tokens, by how many beyond the next: nats per target.
-        norms: of the gradients.
-        stop_requested: whether any rank was told to stop.
+        ahead: losses of predictions of further tokens, in nats per target, by how many beyond the next.
+        norms: norms of the gradients.
+        stop_requested: any rank was told to stop.
         ranks_saved: ranks that are done with their part of a save in flight.
         ranks_failed_to_save: ranks that could not do it.
         spike: the reason that the step was judged to be one; None: it was not.
@@ -121,7 +121,7 @@ def train_step(
     they are. Both are known to all ranks before the update.
 
     Args:
-        optimizer: whose groups already carry this step's learning rates.
+        optimizer: optimizer whose groups already carry this step's learning rates.
         iterators: a stream of microbatches per chunk; all read the same samples.
         num_microbatches: per data-parallel rank.
         micro_batch_size: b.
@@ -129,7 +129,7 @@ def train_step(
         stop_requested: this rank was told to stop; one rank is enough for all to stop.
         save_votes: this rank's part of a save in flight, which all will know after the step.
         judge: decides alike on all ranks.
-        graph: of a microbatch's passes, in the place of Megatron's schedule.
+        graph: graph of a microbatch's passes, in the place of Megatron's schedule.
     """
 
     def begin() -> None:

@@ -59,12 +59,12 @@ class Staged:
 
     Attributes:
         rows: [n] int64 in host memory, ascending.
-        numbers: the same on the device.
+        numbers: [n] int64, the rows on the device.
         weights: [n, W], of which a step makes a gradient if the table is trained.
         state: [n] fp32 each.
         shared: positions of rows that the step before reads too, here and in `before`.
-        before: that step's; None: no step ran beside the fetch.
-        is_changed: whether the step has updated them.
+        before: rows of the step before; None: no step ran beside the fetch.
+        is_changed: the step has updated them.
     """
 
     rows: Tensor
@@ -94,7 +94,7 @@ class StoredTable:
     Attributes:
         parameter: the whole table, in the file.
         bank: its index.
-        records: of the file.
+        records: records of the file.
         staged: the rows of the step that runs; None: none does.
     """
 
@@ -153,8 +153,8 @@ class StoredTables:
     def __init__(self, folder: Path, device: torch.device) -> None:
         """
         Args:
-            folder: see `TableFiles`.
-            device: where the model computes.
+            folder: folder on a local disk (`TableFiles`).
+            device: device on which the model computes.
         """
         self._files, self._device = TableFiles(folder), device
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -194,8 +194,8 @@ class StoredTables:
 
         Args:
             samples: numbers of the step's samples, over all ranks.
-            following: those of the next two steps, as far as there are any. Should the next one be another one, its rows
-                are fetched when it begins.
+            following: samples of the next two steps, as far as there are any. Should the next one be another one, its
+                rows are fetched when it begins.
         """
         staged = self._rows_for(reads, samples)
         if following:
@@ -282,14 +282,14 @@ class StoredTables:
         return staged
 
     def _there(self, ids: Tensor) -> Tensor:
-        """The same, used from now on by the thread's stream, behind what makes them."""
+        """Ids, used from now on by the thread's stream, behind what makes them."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             ids.record_stream(self._stream)
         return ids
 
     def _here(self, staged: Staged) -> Staged:
-        """The same, used from now on by the stream that computes."""
+        """Rows of a step, used from now on by the stream that computes."""
         if self._stream is not None:
             for tensor in (staged.numbers, staged.weights, *staged.state, *(staged.shared or ())):
                 tensor.record_stream(torch.cuda.current_stream(self._device))
@@ -300,8 +300,8 @@ class StoredTables:
         """Rows of all tables for a step, in a thread.
 
         Args:
-            ids: see `Reads.exchanged`.
-            beside: of the step that may update some of them meanwhile.
+            ids: token ids and places of the step (`Reads.exchanged`).
+            beside: rows of the step that may update some of them meanwhile.
         """
         started = time.perf_counter()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

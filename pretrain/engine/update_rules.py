@@ -28,7 +28,7 @@ class Share:
         weights: [E], a view of the model's; gathered from here over the replicas after an update. Of a table in a file,
             whose rows lie apart, [R, W].
         gradient: [E] fp32, a view of the reduced gradient's buffer; empty where a table has a `row_gradient`.
-        num_updates: that the state has seen.
+        num_updates: updates that the state has seen.
     """
 
     parameter: nn.Parameter
@@ -111,7 +111,7 @@ class UpdateRule(ABC):
         """Checkpoint entries of a share's main weights and state: views, so that loading fills them in place.
 
         Args:
-            share: of the parameter.
+            share: this rank's share of the parameter.
             leaves: the parameter's shards in the model's checkpoint.
         """
 

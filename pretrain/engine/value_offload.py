@@ -36,7 +36,7 @@ class HostAdamW:
     """AdamW on windows of host memory, with state that the caller keeps.
 
     Attributes:
-        name: of the implementation, for people.
+        name: name of the implementation, for people.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, *, step_is_tensor: bool) -> None:
@@ -44,8 +44,8 @@ class HostAdamW:
 
         Args:
             optimizer: an AdamW that keeps `step`, `exp_avg` and `exp_avg_sq` per parameter.
-            name: of the implementation.
-            step_is_tensor: whether its `step` is an fp32 tensor, or a number.
+            name: name of the implementation, for people.
+            step_is_tensor: its `step` is an fp32 tensor, and not a number.
         """
         self.name = name
         self._optimizer = optimizer

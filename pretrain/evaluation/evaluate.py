@@ -28,7 +28,7 @@ class Evaluation:
             byte.
         num_tokens: targets.
         num_bytes: UTF-8 bytes of the documents.
-        by_domain: the same of each domain by name, where there are several.
+        by_domain: evaluation of each domain by name, where there are several.
     """
 
     loss: float
@@ -97,7 +97,7 @@ def summed_losses(
 
     Args:
         num_domains: numbers that samples have as `domains`; 0: they have none.
-        micro_batch_size, pipeline, progress, stopped: see `evaluate`.
+        micro_batch_size, pipeline, progress, stopped: arguments of `evaluate`.
 
     Raises:
         EvaluationStopped: `stopped` said so.

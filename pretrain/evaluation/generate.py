@@ -38,7 +38,7 @@ def generate(
     Args:
         model: the whole model, but for tables that may be split.
         prompt: token ids; an empty prompt starts a document.
-        context_tokens: how far the model looks back; the length that it was trained on.
+        context_tokens: tokens that the model looks back on; the length that it was trained on.
         vocab_size: ids that may be generated; the embedding's padding may not.
         group: the memory group; all of its ranks call this alike.
         cached: off to compare.

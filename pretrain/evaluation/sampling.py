@@ -15,7 +15,7 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: sample from the likeliest tokens that together have this probability (of `top_k`, if that is set).
-        seed: of the sampling.
+        seed: seed of the sampling, in [0, 2^63).
         top_k: sample from so many likeliest tokens; None: from all.
 
     Raises:

@@ -43,10 +43,10 @@ class StoredBank:
     """A table in a folder.
 
     Attributes:
-        num_rows: of the table.
+        num_rows: rows of the table.
         width: columns of a row.
-        record_bytes: of a row in the file.
-        dtype: that rows are restored to, as "bfloat16".
+        record_bytes: bytes of a row in the file.
+        dtype: dtype that rows are restored to, as "bfloat16".
     """
 
     num_rows: int

@@ -23,11 +23,11 @@ def grown_config(
     """The configuration of a model that was grown from one of this configuration.
 
     Args:
-        before: of the pretrained model.
-        blocks: of the grown one.
+        before: configuration of the pretrained model.
+        blocks: blocks of the grown one.
         overrides: `model.memory.<key>=value`, which memory is inserted; and the seed.
-        name: of the run that goes on from it.
-        origin: what to call the pretrained model in messages.
+        name: name of the run that goes on from it.
+        origin: name of the pretrained model in messages.
 
     Raises:
         ConfigError: the model has a memory already, or the keys do not fit.
@@ -64,7 +64,7 @@ def check_keys(overrides: Sequence[str], *, with_memory: bool) -> None:
     """See whether the keys are ones that a grown model takes.
 
     Args:
-        overrides: as of `grown_config`.
+        overrides: `model.memory.<key>=value`, which memory is inserted; and the seed.
         with_memory: blocks of memory are inserted.
 
     Raises:

@@ -21,7 +21,7 @@ class Block:
 
     Attributes:
         sources: blocks of the model whose mean it begins with; as a rule one, which it then equals.
-        inserted: whether it is new: None: it is one of the model's own. memory: it has the source's attention without
+        inserted: kind of a new block. None: it is one of the model's own. memory: it has the source's attention without
             output projection, and a memory in place of the feed-forward. muted: all of the source, with output
             projections of zeros. copy: all of it.
     """

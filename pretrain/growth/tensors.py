@@ -45,8 +45,8 @@ class GrownTensors:
     def __init__(self, source: TensorReader, origins: Mapping[str, Origin], seed: int) -> None:
         """
         Args:
-            origins: what each tensor is, by its name here.
-            seed: that new ones are drawn with, as a run with it would.
+            origins: origin of each tensor, by its name here.
+            seed: seed that new ones are drawn with, as a run with it would.
 
         Raises:
             CheckpointError: the source lacks a tensor.

@@ -38,7 +38,7 @@ class Grown:
     """A grown model that is yet to be written.
 
     Attributes:
-        checkpoint: of it, as one that was opened.
+        checkpoint: the grown model, as a checkpoint that was opened.
         inserted: numbers of its new blocks, from 0.
     """
 
@@ -55,9 +55,9 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
 
     Args:
         base: the pretrained model's.
-        blocks: of the grown one.
+        blocks: blocks of the grown one.
         overrides: `model.memory.<key>=value`, which memory is inserted; and the seed.
-        name: of the run that goes on from it.
+        name: name of the run that goes on from it.
 
     Raises:
         ConfigError: the model has a memory already, or the keys do not fit.

@@ -18,9 +18,9 @@ class Start:
     """The run started, or went on from a checkpoint.
 
     Attributes:
-        step, consumed_tokens: where it stood.
+        step, consumed_tokens: counters of the run as it started.
         at: UTC, as ISO 8601 has it.
-        host: of rank 0.
+        host: machine of rank 0.
         num_ranks: over all machines.
     """
 
@@ -36,7 +36,7 @@ class End:
     """The run came to its last step or stopped as it was asked to, and all of it was saved.
 
     Attributes:
-        step, consumed_tokens: where it stood.
+        step, consumed_tokens: counters of the run at its end.
         at: UTC, as ISO 8601 has it.
     """
 

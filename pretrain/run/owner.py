@@ -51,10 +51,10 @@ class Claim:
 
     Attributes:
         token: no other claim has it.
-        host: where the owner runs, for people.
+        host: machine on which the owner runs, for people.
         machine: the kernel that it runs under and its namespace of process numbers; empty where they are unknown.
         pid, started: its number there, and its start in ticks of that kernel; numbers are given out again.
-        job, attempt: of Slurm, or empty and 0.
+        job, attempt: Slurm's job, and the number of times that it had been requeued; empty and 0 outside of one.
         since: local time of the claim, for people.
     """
 
@@ -134,7 +134,7 @@ class Presence:
     Attributes:
         claim: the one that counts; None if it cannot be read.
         ended: its owner said that it has ended.
-        alive: whether the owner is alive; None if its process cannot be looked for from here.
+        alive: the owner is alive; None if its process cannot be looked for from here.
         beat_age_s: seconds since its last beat, by this machine's clock and the file system's.
     """
 

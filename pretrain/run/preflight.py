@@ -64,8 +64,8 @@ def check_start(
     """Look at data, run folder and memory as a run would meet them. Returns the configuration with the data's vocabulary.
 
     Args:
-        config: of the run, valid in itself.
-        num_ranks: of the run.
+        config: configuration of the run, valid in itself.
+        num_ranks: ranks of the run.
         local: all of them are to run on this machine.
         start: the checkpoint that the run goes on from while its folder has none.
 
@@ -107,10 +107,10 @@ def check_submission(
     """Look at data, run folder and checkpoint of a run that is to start on other machines, which see the same folders.
 
     Args:
-        stages: of the run, or its one configuration.
-        num_ranks: of the run.
-        folder: of the run.
-        gpu_bytes: of a rank's GPU there; None: not known, or ranks use CPUs.
+        stages: configurations of the run's stages, or its one configuration.
+        num_ranks: ranks of the run.
+        folder: the run's folder.
+        gpu_bytes: memory of a rank's GPU there, in bytes; None: not known, or ranks use CPUs.
         start: the checkpoint that it goes on from while it has none of its own.
 
     Raises:
@@ -180,7 +180,7 @@ def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Non
 
     Args:
         config: without `model.vocab_size`, embeddings are not counted.
-        gpu_bytes: of a rank's GPU.
+        gpu_bytes: memory of a rank's GPU, in bytes.
 
     Raises:
         ConfigError: naming what a rank would hold, and a layout that fits if there is one.

@@ -23,7 +23,7 @@ class NumberedRow:
     """A row of a file.
 
     Attributes:
-        number: of its line, from 1.
+        number: number of its line, from 1.
         line: its bytes, without the line's end.
         values: its object.
     """

@@ -200,7 +200,7 @@ def starting_checkpoint(path: Path | None, folder: RunFolder, *, check_hashes: b
 
     Args:
         path: a run's folder, whose newest whole checkpoint it is, or a checkpoint's; None: what the folder says.
-        folder: of the run that goes on.
+        folder: folder of the run that goes on.
         check_hashes: hold its contents against their hashes, as whoever reads them does.
 
     Raises:

@@ -35,7 +35,7 @@ def check_trained_data(config: RunConfig, saved: SavedState, datasets: Sequence[
     Args:
         config: to go on with: that of the stage that trains next, or of one after it.
         saved: the checkpoint.
-        datasets: those of `data.datasets`, in its order.
+        datasets: data sets of `data.datasets`, in its order.
 
     Returns:
         Notices for the user, in sentences.

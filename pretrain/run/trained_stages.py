@@ -55,8 +55,8 @@ def refuse_edited_past(stages: Sequence[RunConfig], folder: RunFolder) -> None:
     name of a stage, its layout, and how often it evaluates, saves and logs may change at any time.
 
     Args:
-        stages: of the run; one without a place is no stage.
-        folder: of the run, which may be new.
+        stages: configurations of the run's stages; one without a place is no stage.
+        folder: folder of the run, which may be new.
 
     Raises:
         ConfigError: naming stage, keys and remedy.

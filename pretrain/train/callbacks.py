@@ -162,7 +162,7 @@ def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with null for NaN and infinities, which JSON does not have."""
+    """The value with null for NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list):

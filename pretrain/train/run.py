@@ -57,10 +57,10 @@ class Run:
         train_data: samples in the order of the run.
         held_out: the validation documents.
         chunks: this rank's model chunks.
-        flops_per_token: of training, for the metrics.
+        flops_per_token: operations of training per token, for the metrics.
         last_saved_step: step of the newest checkpoint, or of the one that is being written, or None.
         saver: writes the checkpoints.
-        graph: of a microbatch (`train.cuda_graph`).
+        graph: graph of a microbatch (`train.cuda_graph`).
         stop: heeded by the loop after a step, and by evaluations in their middle.
     """
 

@@ -37,10 +37,11 @@ def train_stages(
     Collective.
 
     Args:
-        stages: of the run, in order; one without a place is the whole run. If stages are trained one by one, the stage
-            whose turn it is: nothing is done if it is done already.
-        folder: of the run.
-        groups: of the first stage's layout. Those of other stages' layouts take their place, within the same ranks.
+        stages: configurations of the run's stages, in order; one without a place is the whole run. If stages are
+            trained one by one, the stage whose turn it is: nothing is done if it is done already.
+        folder: the run's folder.
+        groups: groups of the first stage's layout. Those of other stages' layouts take their place, within the same
+            ranks.
         train_one: trains an opened stage to its end, and saves it. It must not keep the run: its memory is wanted.
         stop: heeded between two stages; within one that is left to `train_one`.
         start: the checkpoint that the run goes on from, while its own folder has none.

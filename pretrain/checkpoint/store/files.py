@@ -55,9 +55,9 @@ class OutputFile(Protocol):
         """Write it, and bring it to disk.
 
         Args:
-            path: of the file, which does not exist.
+            path: path of the file, which does not exist.
             read: gives a region of the tensors to write.
-            max_piece_bytes: of a tensor, to hold at a time.
+            max_piece_bytes: largest piece of a tensor, in bytes, to hold at a time.
 
         Returns:
             `WrittenFile.notes`.
@@ -79,10 +79,10 @@ def write_files(
 
     Args:
         folder: to write into; with the journal of the same request, its finished files are kept.
-        reader: of the tensors in the files.
+        reader: reader of the tensors in the files.
         request: all that the files follow from, as plain values.
         num_workers: threads; each writes a file of its own.
-        max_piece_bytes: of a tensor, to hold at a time and thread.
+        max_piece_bytes: largest piece of a tensor, in bytes, that a thread holds at a time.
         on_bytes: told of progress, in bytes of tensors, from any thread.
 
     Returns:

@@ -25,10 +25,10 @@ class LazyTensor:
 
     Attributes:
         shape: its size, per dimension.
-        dtype: of its elements, little-endian.
+        dtype: type of its elements, little-endian.
         strides: elements between neighbours, per dimension.
         path: the file.
-        start: where its first element's bytes start in the file.
+        start: place of its first element in the file, in bytes.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class LazyTensor:
         """A rectangle of it; all of it by default.
 
         Args:
-            offset: where the rectangle starts, per dimension.
+            offset: start of the rectangle, per dimension.
             shape: its size, per dimension.
 
         Returns:
@@ -127,8 +127,8 @@ def fits(shape: tuple[int, ...], strides: tuple[int, ...], first: int, stored: i
     """True if a strided tensor lies inside of a number of stored elements and repeats none of them.
 
     Args:
-        shape: of the tensor.
-        strides: of the tensor, in elements.
+        shape: shape of the tensor.
+        strides: strides of the tensor, in elements.
         first: its first element's number.
         stored: elements that there are.
     """

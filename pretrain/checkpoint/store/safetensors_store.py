@@ -198,7 +198,7 @@ class SafetensorsFile:
     """A file of a checkpoint that is written from its start to its end, see `OutputFile`.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         tensors: in it.
     """
 

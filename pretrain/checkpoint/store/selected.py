@@ -29,10 +29,10 @@ class Selected:
         """Select tensors of a reader.
 
         Args:
-            source: of the tensors.
+            source: reader of the tensors.
             names: the name of each there, by its name here.
-            dtypes: those that differ from the source's, by the name here.
-            factors: of those that are multiplied, by the name here.
+            dtypes: dtypes that differ from the source's, by the name here.
+            factors: factors of the tensors that are multiplied, by the name here.
         """
         self._source, self._names, self._factors = source, names, factors or {}
         casts = dtypes or {}
@@ -83,7 +83,7 @@ class Padded:
         """Pad tensors of a reader.
 
         Args:
-            shapes: of the larger ones, by name.
+            shapes: shapes of the larger ones, by name.
         """
         self._source = source
         self._tensors = {

@@ -53,7 +53,7 @@ class StateDictFile:
     """Such a file to be written, see `OutputFile`.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         tensors: in it.
     """
 

@@ -21,8 +21,8 @@ class Region:
     """A rectangle of a named tensor.
 
     Attributes:
-        name: of the tensor.
-        offset: where it starts, per dimension.
+        name: name of the tensor.
+        offset: start of the rectangle, per dimension.
         shape: its size, per dimension.
     """
 
@@ -39,7 +39,7 @@ class Region:
         """A rectangle inside of this one.
 
         Args:
-            by: where it starts, as counted from this one's start.
+            by: its start, as counted from this one's start.
             shape: its size.
         """
         return Region(self.name, tuple(a + b for a, b in zip(self.offset, by, strict=True)), shape)
@@ -122,7 +122,7 @@ def slices_in(inner: Region, outer: Region) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same elements in two checkpoints: a rectangle of one of our tensors, and one of another format's.
+    """Equal elements in two checkpoints: a rectangle of one of our tensors, and one of another format's.
 
     Both have the same elements in row-major order; their shapes may differ otherwise. A list of pairs goes both ways.
     """
@@ -132,5 +132,5 @@ class Pair:
 
 
 def inverted(pairs: Iterable[Pair]) -> list[Pair]:
-    """The same pairs, seen from the other side."""
+    """Pairs as seen from the other side."""
     return [Pair(pair.theirs, pair.ours) for pair in pairs]

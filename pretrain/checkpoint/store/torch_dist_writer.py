@@ -39,9 +39,9 @@ class TorchDistFile:
     """A file of items.
 
     Attributes:
-        name: of the file, in the index's folder.
+        name: name of the file in the index's folder.
         parts: in the order in which they are written.
-        num_bytes: of the tensors in it.
+        num_bytes: bytes of the tensors in it.
     """
 
     name: str

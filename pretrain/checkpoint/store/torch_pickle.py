@@ -43,8 +43,8 @@ class Inert:
     """An object of a class that is not loaded.
 
     Attributes:
-        module: where its class, or the function that makes it, is defined.
-        name: of that class or function.
+        module: module that defines its class, or the function that makes it.
+        name: name of that class or function.
     """
 
     module: str
@@ -146,7 +146,7 @@ def load(content: bytes, stored: Callable[..., LazyTensor]) -> Any:
 
     Args:
         content: the pickle.
-        stored: see `LazyUnpickler`.
+        stored: makes a tensor of a storage (`LazyUnpickler`).
 
     Raises:
         pickle.UnpicklingError: it is damaged, or made to exhaust memory. Damaged bytes may raise anything else, too.

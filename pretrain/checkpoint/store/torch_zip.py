@@ -125,7 +125,7 @@ def open_zip(path: Path, start: int = 0, length: int | None = None) -> Any:
 
     Args:
         path: the file.
-        start: where the saved object starts in it, in bytes.
+        start: place of the saved object in the file, in bytes.
         length: its bytes; up to the file's end by default.
 
     Returns:

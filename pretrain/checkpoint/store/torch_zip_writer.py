@@ -34,7 +34,7 @@ class StoredTensor:
     """Placeholder in an object for a tensor whose elements are read when they are written.
 
     Attributes:
-        name: of the regions that are asked for.
+        name: name in the regions that are asked for.
         info: its shape and dtype.
     """
 

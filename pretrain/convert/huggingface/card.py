@@ -26,9 +26,9 @@ class Figures:
     Attributes:
         steps: optimizer steps.
         tokens: tokens seen.
-        training_loss: of the last step that was logged, in nats per token; None: unknown.
-        validation_loss: of the last evaluation, in nats per token; None: there was none.
-        bits_per_byte: of the same.
+        training_loss: loss of the last step that was logged, in nats per token; None: unknown.
+        validation_loss: loss of the last evaluation, in nats per token; None: there was none.
+        bits_per_byte: bits per byte of the last evaluation; None: there was none.
     """
 
     steps: int
@@ -64,8 +64,8 @@ def model_card(config: RunConfig, figures: Figures, *, name: str) -> str:
 
     Args:
         config: the run's, with `model.vocab_size` set.
-        figures: of the checkpoint.
-        name: of the model.
+        figures: figures of the checkpoint.
+        name: name of the model.
     """
     own = architecture_of(config.model) == OWN
     trust = ", trust_remote_code=True" if own else ""

@@ -106,10 +106,10 @@ def exported_config(
         vocab_size: token ids before padding.
         sequence_length: the longest that the model was trained on.
         eod: id of the token that ends a document, which also begins one.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         seed: the run's, which keys the shuffles.
         tensors: ours, by global name.
-        table_bits: of elements of the memory's tables; None: they have the dtype of weights.
+        table_bits: bits of an element of the memory's tables; None: they have the dtype of weights.
 
     Raises:
         CheckpointError: the exported model does not know the memory's family.
@@ -275,7 +275,7 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
 
     Args:
         config: its content: of a Llama, a Qwen2 or 3, a Mistral, or a model that was exported.
-        origin: what to call it in messages.
+        origin: name of the content in messages.
 
     Raises:
         CheckpointError: naming key and value of what our models cannot be.

@@ -74,7 +74,7 @@ def write_small_files(
         tokenizer: the run's.
         vocab_size: token ids before padding.
         figures: for the card.
-        table_bits: of elements of the memory's tables; None: they have the dtype of weights.
+        table_bits: bits of an element of the memory's tables; None: they have the dtype of weights.
 
     Raises:
         CheckpointError: the model cannot be exported, or the folder not written.
@@ -182,7 +182,8 @@ class Imported:
     """A Hugging Face folder, as a model of ours.
 
     Attributes:
-        config: of a run that goes on with it, with `model.vocab_size` set; a default where the folder says nothing.
+        config: configuration of a run that goes on with it, with `model.vocab_size` set; a default where the folder
+            says nothing.
         tensors: its weights under our global names; rows that pad the vocabulary are 0.
         tokenizer: with which to prepare data for it.
     """

@@ -49,7 +49,7 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
     """The own weights and buffers of a memory layer by their names in it.
 
     Args:
-        index: of the memory layer.
+        index: number of the memory layer.
         tensors: ours, by global name.
     """
     prefix = f"{model.memory_name(index)}."

@@ -96,8 +96,8 @@ def _converted(
     """A region of a table whose rows are made of whole rows of `source`, a few of them at a time.
 
     Args:
-        whole_width: of a row in `source`.
-        dtype: of what is made.
+        whole_width: elements of a row in `source`.
+        dtype: dtype of the rows that are made.
         convert: the rows that are made of some, and of the number of the first of these.
     """
     (first, column), (rows, columns) = region.offset, region.shape

@@ -25,7 +25,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int)
 
     Args:
         tokenizer: bytes, or a `tokenizer.json`.
-        folder: where to.
+        folder: folder to write into.
         sequence_length: the longest that the model was trained on.
     """
     eod_token = tokenizer.eod_token or BYTE_EOD

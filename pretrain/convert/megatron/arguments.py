@@ -63,7 +63,7 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
 
     Args:
         arguments: by name.
-        origin: what to call them in messages.
+        origin: name of the arguments in messages.
 
     Raises:
         CheckpointError: naming argument and value of what our models cannot be.

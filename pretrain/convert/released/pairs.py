@@ -34,7 +34,7 @@ def released_pairs(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], re
 
     Args:
         model: the model's config.
-        shapes: of our tensors, by global name.
+        shapes: shapes of our tensors, by global name.
         release: `ULTRAMEMV2_RELEASE` or `META_RELEASE`; the latter's pairs are those of memory layers alone.
 
     Raises:
@@ -168,7 +168,7 @@ def as_ours(source: TensorReader, model: ModelConfig, release: str) -> PairedRea
     Args:
         source: tensors by released names.
         model: the config of the same model.
-        release: see `released_pairs`.
+        release: `ULTRAMEMV2_RELEASE` or `META_RELEASE`.
 
     Raises:
         CheckpointError: it has other tensors than the model.
@@ -229,7 +229,7 @@ def as_released(ours: TensorReader, model: ModelConfig, release: str, *, seed: i
     Args:
         ours: by global names.
         model: the model's config.
-        release: see `released_pairs`.
+        release: `ULTRAMEMV2_RELEASE` or `META_RELEASE`.
         seed: the run's, which keys the shuffles. The release stores them.
 
     Raises:

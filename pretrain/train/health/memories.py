@@ -35,9 +35,9 @@ class Finding:
     """Fault in the memory of a block.
 
     Attributes:
-        kind: what has happened to it.
+        kind: name of the fault.
         block: its number, from 0.
-        share: of its rows that a step reads; or of the loudest memory's output.
+        share: share of its rows that a step reads; or of the loudest memory's output.
         of: share of the rows that as many even reads would cover; or the number of the loudest memory's block.
     """
 

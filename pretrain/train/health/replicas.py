@@ -34,9 +34,9 @@ class Difference:
 
     Attributes:
         replicas: the ranks that hold it.
-        name: of it.
-        rank, host: of who says so.
-        digest: of its own replica.
+        name: name of the tensor.
+        rank, host: number of the rank that reports, and its machine.
+        digest: digest of its own replica.
     """
 
     replicas: tuple[int, ...]

@@ -45,7 +45,7 @@ class MegamemConfig(PreTrainedConfig):
             weigh the same normalised rows (`reads_once`), whose weights have `shared_weights` as shapes, as above.
         second_memory: None, or the same of memories of another kind. A block may have one of each, if one acts in
             attention.
-        backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
+        backbone: class of transformers that a model that was grown is without the inserted blocks; None of others.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.
         hot_rows: rows of every table that stay where the model is, of those that are read most; with `memory_device`.

@@ -90,8 +90,8 @@ def mapped_tensor(path: str, name: str, shape: tuple[int, int], bits: int | None
     is mapped ends the process: what is held here is held when it is mapped.
 
     Args:
-        shape: that the model's configuration gives.
-        bits: of codes, in bytes; None: the tensor has floating-point elements.
+        shape: shape that the model's configuration gives.
+        bits: bits of a code, of which bytes hold one or two; None: the tensor has floating-point elements.
 
     Raises:
         ValueError: the file lacks the tensor or some of its bytes, or has another.
@@ -216,7 +216,7 @@ class MegamemBank(nn.Module):
 
         Args:
             folder: with the files, or its name on the hub.
-            where: as `cached_file` takes it.
+            where: further arguments of `cached_file`.
         """
         if self.config.memory_device is None:
             return

@@ -167,7 +167,7 @@ class MegamemBlock(GradientCheckpointingLayer):
         """The block's part of a forward pass, from the residual stream `h` [b, s, D].
 
         Args:
-            tokens: as memories read them that they address.
+            tokens: the tokens, in the forms in which memories that they address read them.
             query: the normalised stream of the block that the memory reads with, if that is an earlier one.
             cache: by the name that this version of transformers has for it, as is `past_key_values`. Where blocks are
                 recomputed, transformers takes it away by that name.
@@ -455,7 +455,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
 
         Args:
             attention_mask: [b, tokens in the cache and here], 0 at padding.
-            logits_to_keep: of how many tokens, from the end; 0: of all.
+            logits_to_keep: number of tokens, from the end, whose logits are wanted; 0: all.
         """
         outputs = self.model(
             input_ids=input_ids,

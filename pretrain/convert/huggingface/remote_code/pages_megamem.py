@@ -65,7 +65,7 @@ class MegamemPages:
         """The tokens at `position_ids` [1, T]; None where the engine only tries out how much memory it needs.
 
         Args:
-            attention: of any block, where the engine put its own.
+            attention: attention of any block, in which the engine put its own.
 
         Raises:
             ValueError: the engine tells less than is needed, or brings pages from elsewhere.
@@ -109,7 +109,7 @@ class MegamemPages:
 
 
 def _page_sizes(sizes: set[int], places: Tensor, slots: Tensor, requests: Tensor, table: Tensor) -> list[int]:
-    """Those of some sizes by which an engine's table of pages says where its tokens are.
+    """Page sizes, out of some, by which an engine's table of pages says where its tokens are.
 
     Raises:
         ValueError: there is none.
