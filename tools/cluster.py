@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds `cluster` to the commands of `megamem`."""
     parser = add_command(subparsers, "cluster", "look at a cluster's profile", _EPILOG)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    checking = actions.add_parser("check", help="what the profile names and this machine lacks")
+    checking = actions.add_parser("check", help="find what the profile names and this machine lacks")
     checking.add_argument("profile", metavar="PROFILE", help="one of configs/clusters by name, or a YAML file")
     checking.set_defaults(func=run_check)
     keys = actions.add_parser("keys", help="every key of a profile, with help")

@@ -86,7 +86,11 @@ def add_parser(subparsers: Any) -> None:
     )
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="print the log-probability of each token of this text instead")
-    text.add_argument("--text-file", metavar="FILE", help="the same of a file's text; - is standard input")
+    text.add_argument(
+        "--text-file",
+        metavar="FILE",
+        help="print the log-probability of each token of this file's text instead; - is standard input",
+    )
     add_nproc(parser, "one per GPU, or 2; 1 with --text; or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
     memory = parser.add_mutually_exclusive_group()

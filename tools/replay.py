@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="key=value",
         nargs="*",
         default=[],
-        help="what to change, as in parallel.tensor=2; the model cannot change",
+        help="a key to change, as in parallel.tensor=2; the model cannot change",
     )
     parser.add_argument(
         "--step",

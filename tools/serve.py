@@ -114,7 +114,9 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(subparsers, "serve", "answer requests with a trained model, as OpenAI's API does", _EPILOG)
     parser.add_argument("source", metavar="RUN", type=Path, help="a run's folder, or an exported one")
     parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step (default: the newest)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the exported weights (default: as they are)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="dtype of the exported weights (default: as they are)"
+    )
     parser.add_argument(
         "--engine",
         choices=("auto", *ENGINES),
@@ -132,7 +134,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--map-tables", action="store_true", help="leave the memory's tables in their files, mapped into host memory"
     )
-    parser.add_argument("--tables", choices=("int8", "int4"), help="of the exported tables (default: as the weights)")
+    parser.add_argument(
+        "--tables", choices=("int8", "int4"), help="integers of the exported tables (default: floats, as the weights)"
+    )
     parser.add_argument(
         "--hot-rows", type=int, default=0, metavar="N", help="with --map-tables: rows of each table kept by the model"
     )

@@ -157,7 +157,7 @@ def _add_hardware_parser(subparsers: Any) -> None:
         _HARDWARE_EPILOG,
         "Measure the figures of a machine that megamem plan needs, and write them as YAML.",
     )
-    parser.add_argument("--write", type=Path, required=True, metavar="FILE.yaml", help="where the figures go")
+    parser.add_argument("--write", type=Path, required=True, metavar="FILE.yaml", help="file for the figures")
     parser.add_argument(
         "--like", default="h100-80g", metavar="NAME", help="hardware that the rest is taken from (default: h100-80g)"
     )
@@ -199,7 +199,7 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
         "--tokens", nargs="+", type=int, metavar="N", help="tokens per call (default: 1 2048; 32768 too on a GPU)"
     )
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the table, instead of the shape's own")
-    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="of the table (default: both)")
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="dtypes of the table (default: both)")
     parser.add_argument(
         "--kernels",
         choices=("auto", "triton", "cpu", "torch"),

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         "--lengths", default="256,512,1024", metavar="N,N", help="tokens of a document, about (default: 256,512,1024)"
     )
     parser.add_argument("--documents", type=int, default=3000, metavar="N", help="documents in all (default: 3000)")
-    parser.add_argument("--seed", type=int, default=1, help="of the documents (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the documents (default: 1)")
     parser.add_argument("--overwrite", action="store_true", help="replace the data set that is in the output folder")
     parser.set_defaults(func=run_synthetic)
 

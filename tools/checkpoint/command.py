@@ -93,7 +93,7 @@ def _add_diff(commands: Any) -> None:
         type=_share,
         default=0.0,
         metavar="X",
-        help="how far two elements may lie apart, relative to the larger one (default: 0, the same values)",
+        help="largest distance of two elements, relative to the larger one (default: 0, the same values)",
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
     parser.add_argument("--any-dtype", action="store_true", help="compare values of different dtypes")
@@ -134,7 +134,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--tables",
         choices=("int8", "int4"),
-        help="of huggingface: a memory's tables, a scale per row (default: as weights)",
+        help="integers of a memory's tables in huggingface, with a scale per row (default: floats, as weights)",
     )
     parser.add_argument(
         "--max-file-size",

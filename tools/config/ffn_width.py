@@ -35,7 +35,7 @@ def add_ffn_width(actions: Any) -> None:
         "--match",
         choices=("flops", "active", "core"),
         default="flops",
-        help="what is to be equal: forward FLOPs per token at the sequence length of CONFIG (default), active "
+        help="figure to equal: forward FLOPs per token at the sequence length of CONFIG (default), active "
         "parameters, or active parameters without embeddings and values read, as the paper counts its larger models",
     )
     width.add_argument(

@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         help=f"run folders; then key=value overrides for all runs, of keys under {', '.join(_OVERRIDABLE)}",
     )
-    parser.add_argument("--tasks", default=",".join(TASKS), metavar="T,T", help="what to ask (default: all tasks)")
+    parser.add_argument("--tasks", default=",".join(TASKS), metavar="T,T", help="tasks to ask (default: all)")
     parser.add_argument(
         "--lengths",
         metavar="N,N",
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "--depths",
         default=",".join(f"{depth:g}" for depth in _DEPTHS),
         metavar="D,D",
-        help="where the answer stands, from 0, the beginning, to 1, next to the question (default: 0,0.25,0.5,0.75,1)",
+        help="places of the answer, from 0, the beginning, to 1, next to the question (default: 0,0.25,0.5,0.75,1)",
     )
     parser.add_argument(
         "--samples", type=int, default=32, metavar="N", help="texts per task, length and depth (default: 32)"

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds `recall` to the commands of `megamem`."""
     parser = subparsers.add_parser(
         "recall",
-        help="how many facts models know by heart, at equal compute",
+        help="count the facts that models know by heart, at equal compute",
         description="Train models on rising numbers of random facts, ask them, and write a table and a plot.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
