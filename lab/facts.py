@@ -19,7 +19,7 @@ from parallel.atomic_write import atomic_write
 NAME_LETTERS, VALUE_LETTERS = 4, 2
 FACT_LETTERS = NAME_LETTERS + VALUE_LETTERS
 MAX_FACTS = len(ascii_lowercase) ** NAME_LETTERS
-"""As many as there are names."""
+"""Number of the names that there are."""
 
 GUESS_NATS = VALUE_LETTERS * math.log(len(ascii_uppercase))
 """Loss on a value of a model that knows its letters and not the fact."""

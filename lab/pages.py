@@ -18,7 +18,7 @@ class Page:
     """A markdown file with a part that is written anew, between two marks, and a plot beside it.
 
     Attributes:
-        path: of the file, which may not be there yet.
+        path: path of the file, which may not be there yet.
         part: the name of the part.
     """
 

@@ -36,9 +36,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class JobsStanding:
-    """Attributes:
-    phase: of the jobs of the last submission.
-    detail: jobs, state, attempts and the last decision, in words.
+    """Standing of a run's jobs.
+
+    Attributes:
+        phase: phase of the jobs of the last submission.
+        detail: jobs, state, attempts and the last decision, in words.
     """
 
     phase: Phase

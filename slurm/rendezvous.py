@@ -23,10 +23,12 @@ _HIGHEST_PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Attributes:
-    host: of rank 0, as the other nodes know it.
-    port: of the run's store.
-    check_port: of the store of the nodes' check, which comes first.
+    """Addresses at which the ranks of a job meet.
+
+    Attributes:
+        host: name of rank 0's node, as the other nodes know it.
+        port: port of the run's store.
+        check_port: port of the store of the nodes' check, which comes first.
     """
 
     host: str

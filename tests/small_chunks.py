@@ -38,7 +38,7 @@ OF_STEPS: Chunks = {
     "pretrain.engine.stored_tables": {"_ROWS_AT_A_TIME": 50},
     "pretrain.train.health.replicas": {"PART_ELEMENTS": 100},
 }
-"""Those of a training step, small in tests of ranks alone: dry runs take steps with tables of their full size."""
+"""Constants of a training step, small in tests of ranks alone: dry runs take steps with tables of their full size."""
 
 
 @contextmanager

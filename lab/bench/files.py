@@ -48,7 +48,7 @@ def bench_files_rank(
     """Measure every place on the one rank, one after the other, and print.
 
     Args:
-        config: of any place.
+        config: configuration of any place.
         on_device: with tables on the device, which come first if they have room; None: they are left out.
         places: with tables in files, by their folder.
     """

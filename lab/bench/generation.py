@@ -27,8 +27,8 @@ class Contender:
     """A model to time.
 
     Attributes:
-        config: of it, on one rank.
-        expanded: whether its heads keep own values of all rows.
+        config: configuration of it, on one rank.
+        expanded: its heads keep own values of all rows.
     """
 
     config: RunConfig

@@ -36,10 +36,10 @@ class Sizes:
     """Amounts moved and computed per figure.
 
     Attributes:
-        copied_bytes: of a buffer in device memory.
+        copied_bytes: bytes of a buffer in device memory.
         matrix: rows and columns of a product of matrices.
-        sent_bytes: of a message from each rank.
-        rounds: of each; the median counts.
+        sent_bytes: bytes of a message from each rank.
+        rounds: rounds of each; the median counts.
     """
 
     copied_bytes: int

@@ -38,7 +38,7 @@ class Contender:
 
     Attributes:
         config: the run.
-        derived: how it was made from another one; empty if somebody wrote it.
+        derived: words on how it was made from another one; empty if somebody wrote it.
         like: the name of that other one.
     """
 

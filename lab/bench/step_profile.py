@@ -85,7 +85,7 @@ class StepTimes:
     Attributes:
         step_s: seconds per step without marks, one figure per round.
         marked: the steps with marks, of all rounds, on this rank.
-        activity: of this rank's GPU in one step without marks; none on a CPU.
+        activity: work of this rank's GPU in one step without marks; none on a CPU.
     """
 
     step_s: list[float]
@@ -94,7 +94,7 @@ class StepTimes:
 
 
 def turns(configs: Mapping[str, RunConfig], *, alone: bool = False) -> list[dict[str, RunConfig]]:
-    """Those that take turns: the configurations of a layout, or, where memory is short, each one `alone`."""
+    """Sets that take turns: the configurations of a layout, or, where memory is short, each one `alone`."""
     found: dict[object, dict[str, RunConfig]] = {}
     for name, config in configs.items():
         found.setdefault(name if alone else config.parallel, {})[name] = config
@@ -112,7 +112,7 @@ def measure_turns(
     """Measure one set of configurations after the other, and forget its models. Collective.
 
     Args:
-        sets: of one layout each, see `turns`; those of a set are in memory at once.
+        sets: configurations of one layout each, by name (`turns`); all of a set are in memory at once.
         groups: this rank's, of the first set's layout.
         rounds: figures per configuration.
         steps: optimizer steps behind each.
@@ -221,7 +221,7 @@ class _Hooks:
         self._set(layer, "lookup", SimpleNamespace(**reads))
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
-        """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
+        """Kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
         mark = self._timeline
         accumulate = mark.part(Part.TABLE_GRADIENT)(kernels.segment_accumulate)
         made = assemble(kernels.implementations, {**kernels.raw, "segment_accumulate": accumulate})

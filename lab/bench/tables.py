@@ -44,7 +44,7 @@ class Spread:
     """Records of one bank, a token's beside one another and tokens evenly spread over a larger table.
 
     Attributes:
-        records: of the larger table [records, bytes].
+        records: records of the larger table [records, bytes].
         first: the place among tokens' places that the bank's first token has.
         step: places from one token to the next.
         rows_per_token: M.
@@ -73,7 +73,7 @@ class Shape:
         num_banks: tables of the model, which take turns.
         num_tokens: ids of a table.
         rows_per_token: M.
-        record_bytes: of a row.
+        record_bytes: bytes of a row.
     """
 
     num_banks: int

@@ -26,8 +26,8 @@ class Range(NamedTuple):
     """Phase and part that the time between two marks belongs to.
 
     Attributes:
-        phase: of the step, as in "forward"; never empty.
-        part: of the memory, as in "projections"; empty outside of it.
+        phase: name of a phase of the step, as in "forward"; never empty.
+        part: name of a part of the memory, as in "projections"; empty outside of it.
     """
 
     phase: str
@@ -40,7 +40,7 @@ class RangeTimes:
 
     Attributes:
         seconds: by range.
-        entries: how often each range was entered.
+        entries: number of times that each range was entered.
         num_steps: steps behind both.
     """
 
@@ -131,7 +131,8 @@ class Timeline:
 
         Args:
             part: its name.
-            function: of tensors, given by position; returns a tensor, a tuple of them, or what a retrieval returns.
+            function: a function of tensors, given by position; returns a tensor, a tuple of them, or what a retrieval
+                returns.
         """
 
         @self.part(part)

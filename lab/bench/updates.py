@@ -36,7 +36,7 @@ class Measured:
 
     Attributes:
         tokens_per_s: a figure per round.
-        peak_bytes: of a step, with what is held, above what there was before the model.
+        peak_bytes: most bytes of a step, with what is held, above what there was before the model.
     """
 
     tokens_per_s: list[float]
@@ -48,7 +48,7 @@ class Case:
     """A way to update tables of a size.
 
     Attributes:
-        num_table_parameters: of the model.
+        num_table_parameters: table parameters of the model.
         planned: its bytes by the closed formulas.
         measured: None where it has no room.
     """
@@ -76,7 +76,7 @@ def bench_updates_rank(
     Args:
         sizes: the configurations of each, by the names of their ways.
         page: for the report; None: it is only printed.
-        command: what makes it again.
+        command: command that makes the report again.
     """
     done: list[dict[str, Case]] = []
     config = next(iter(sizes[0].values()))

@@ -88,7 +88,7 @@ class Check:
 
         Args:
             output: the page.
-            num_gpus: of this machine; 0: one rank on the CPU stands for a GPU.
+            num_gpus: GPUs of this machine; 0: one rank on the CPU stands for a GPU.
             minutes: after which no check is started.
         """
         self._plan, self._output = plan, output

@@ -23,7 +23,7 @@ class Verdict:
     """Verdict on one check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         state: skipped: the machine cannot run it, or there was no time.
         text: figures, or the reason.
     """

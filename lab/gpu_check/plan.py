@@ -34,8 +34,8 @@ FP32_TOLERANCE = 2e-3
 another one of two candidates of nearly equal scores by 1e-3."""
 BF16_TOLERANCE = 3e-2
 ROW_WISE_TOLERANCE = 3e-2
-"""The same with tables by row: a row's first step is as large as its rate, however small its gradient. Two kernels on one
-CPU are 2e-2 apart in fp32."""
+"""Largest difference, in nats, with tables by row: a row's first step is as large as its rate, however small its
+gradient. Two kernels on one CPU are 2e-2 apart in fp32."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Trial:
     """A short training.
 
     Attributes:
-        name: of the trial; others refer to it.
-        config: what is trained, on tokens that follow a rule.
+        name: name of the trial; others refer to it.
+        config: configuration of the run, on tokens that follow a rule.
         num_ranks: one per GPU.
         on_cpu: on the CPU of the machine, instead of its GPUs.
         like: the trial whose losses it must have.
         tolerance: largest difference of a loss; 0: the same bits.
-        holds: whether the memory that stays allocated is held against the formula.
+        holds: the memory that stays allocated is held against the formula.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Command:
     Attributes:
         words: behind `python -m`; it is optional where a package of the first one's name is missing. `FOLDER` in a word
             stands for a folder that commands of a check share.
-        num_gpus: that it needs.
+        num_gpus: GPUs that it needs.
     """
 
     words: tuple[str, ...]
@@ -204,5 +204,5 @@ def _can_be_cut(config: RunConfig) -> bool:
 
 
 def with_keys(config: RunConfig, *overrides: str) -> RunConfig:
-    """The same with keys set, as on the command line."""
+    """A configuration with keys set, as on the command line."""
     return from_dict(to_dict(config), "the plan", overrides)

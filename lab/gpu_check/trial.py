@@ -27,7 +27,7 @@ class Observed:
     """Observations of a rank.
 
     Attributes:
-        losses, norms: of every step; the same on every rank.
+        losses, norms: figures of every step; the same on every rank.
         tokens_per_s: the median of the second half of the steps.
         held_bytes: allocated on the GPU after a step; 0 on a CPU.
         peak_bytes: the most that was.

@@ -42,7 +42,7 @@ class Figure:
     """One number, predicted and counted.
 
     Attributes:
-        name: of what.
+        name: subject of the number.
         limit: largest error that is allowed, as a share of what was counted.
     """
 

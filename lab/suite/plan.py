@@ -29,7 +29,7 @@ class Plan:
 
     Attributes:
         lengths: tokens of a text, question and answer included.
-        depths: where what answers the question stands, from 0 (the beginning) to 1 (next to the question).
+        depths: places of what answers the question, from 0 (the beginning) to 1 (next to the question).
         num_samples: texts per task, length and depth.
         num_wrong: wrong answers that the right one is set against.
 
@@ -112,8 +112,8 @@ def cells(plan: Plan, length: int, scores: Sequence[Sequence[tuple[float, float,
     """The cells of one length.
 
     Args:
-        scores: of each question, those of its answers, the right one first: nats, number of tokens, and how many of
-            them were the likeliest.
+        scores: scores of each question's answers, the right one first: nats, number of tokens, and how many of them
+            were the likeliest.
     """
     keys = list(product(plan.tasks, plan.depths))
     for number, (task, depth) in enumerate(keys):

@@ -40,8 +40,8 @@ class Problem:
 
     Attributes:
         statements: in their order, each with its place: the share of the filler that stands before it.
-        question: what the text ends with.
-        answer: what follows it.
+        question: end of the text.
+        answer: text that follows the question.
         wrong: other answers, the likely mistakes first.
         further: other questions of the same text with their answers, for documents to train on.
     """

@@ -174,7 +174,7 @@ class _WeightGradient:
         self._sum = main if main is not None else torch.zeros_like(weight, dtype=_at_least_fp32(weight))
 
     def add(self, of_logits: Tensor, tokens: Tensor, *, is_last: bool) -> None:
-        """Args: of_logits: [n, V]. tokens: [n, D]. is_last: whether no other chunk follows."""
+        """Args: of_logits: [n, V]. tokens: [n, D]. is_last: no other chunk follows."""
         if is_last and self._leaves_last:
             self.result = of_logits.t() @ tokens
             return

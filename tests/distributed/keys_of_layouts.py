@@ -38,9 +38,9 @@ class OnRank:
 
     Attributes:
         blocks: global numbers of the blocks of each of its chunks.
-        shapes: of the parameters of its first chunk, by name.
+        shapes: shapes of the parameters of its first chunk, by name.
         hidden: [s, b, D] of what its first block gets, per microbatch.
-        loss: of the step, nats per target.
+        loss: loss of the step, nats per target.
         sent_for_attention: bytes that each collective over its context-parallel group sends in the step.
         reduced_early: parts of the gradients whose reduction had started when the backward pass of the next step ended,
             and all parts.

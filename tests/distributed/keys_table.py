@@ -163,7 +163,7 @@ class Step:
 
     Attributes:
         loss: nats per target.
-        norm: of the gradients before clipping.
+        norm: norm of the gradients before clipping.
         gradients: by parameter that has a dense one, after clipping.
         weights: by parameter, after the update.
     """
@@ -218,7 +218,7 @@ class Subject:
 
     @property
     def memory_weights(self) -> dict[str, Tensor]:
-        """Those of the first memory layer, by their own names."""
+        """Weights of the first memory layer, by their own names."""
         return {name: p.detach() for name, p in self.layer.named_parameters()}
 
     @cached_property

@@ -68,7 +68,7 @@ class Step:
     """Results of a rank's first step.
 
     Attributes:
-        loss, norm: of the step.
+        loss, norm: figures of the step.
         gradients: this rank's shares of the tables' gradients.
     """
 

@@ -58,7 +58,7 @@ def whole(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def in_chunks(
     chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool, implementation: Implementation = "torch"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from this rank's parts; the weight's gradient is that of two passes, as in accumulation."""
+    """Losses and gradients from this rank's parts; the weight's gradient is that of two passes, as in accumulation."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()

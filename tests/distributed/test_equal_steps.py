@@ -78,7 +78,7 @@ class Step:
     selections: tuple[Counter[int], ...]
     """Hashes of the entries of every token, on whatever rank, by layer."""
     ties: tuple[frozenset[int], ...]
-    """Those among them that noise changes, by layer."""
+    """Hashes, of those, that noise changes, by layer."""
 
 
 class Selections:

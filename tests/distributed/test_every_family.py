@@ -196,7 +196,7 @@ class Reads(LayerUsage):
     """Keeps what a layer tells of its reads.
 
     Attributes:
-        rows: of the bank.
+        rows: rows of the bank.
         problems: arguments that are none.
     """
 
@@ -221,9 +221,9 @@ class Step:
 
     Attributes:
         gradients: by parameter.
-        epsilons: of the norms, in the order of their calls.
+        epsilons: epsilons of the norms, in the order of their calls.
         problems: parameters that are in another group than their kind says, get no gradient, or move elsewhere.
-        misread: what layers tell of their reads, and is not so.
+        misread: statements of layers on their reads that are not so.
     """
 
     gradients: dict[str, Tensor]

@@ -51,14 +51,14 @@ class Seen:
     """Findings of one rank.
 
     Attributes:
-        equal: whether replicas were found to be equal after training.
-        differing: what was found, in words, by the place of the flipped bit.
-        refusal: what the callback ended with.
-        told: what it told of.
+        equal: replicas were found to be equal after training.
+        differing: findings in words, by the place of the flipped bit.
+        refusal: words that the callback ended with.
+        told: incidents that it told of.
         counts: calls of collectives over all ranks in a step, by the rule of spikes.
-        objects: how many of them gathered objects.
-        rows: of windows.
-        slow: what was told of slow ranks.
+        objects: number of them that gathered objects.
+        rows: rows of windows.
+        slow: incidents that tell of slow ranks.
     """
 
     equal: bool = False

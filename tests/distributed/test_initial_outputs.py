@@ -55,9 +55,9 @@ class InModel:
 
     Attributes:
         alone: the measured one.
-        table_std: of the model's table.
-        output_std: of the model's layer, on the same tokens.
-        ffn_std: of the feed-forward beside it, on those that it is measured on.
+        table_std: standard deviation of the model's table.
+        output_std: standard deviation of the model's layer's output, on the same tokens.
+        ffn_std: standard deviation of the output of the feed-forward beside it, on the tokens that it is measured on.
     """
 
     alone: InitialOutput

@@ -31,7 +31,7 @@ WITH_LOSSES = replace(
 
 
 def cut(micro_batch_size: int) -> RunConfig:
-    """The same samples in microbatches of so many."""
+    """The samples in microbatches of so many."""
     return replace(WITH_LOSSES, train=replace(WITH_LOSSES.train, micro_batch_size=micro_batch_size))
 
 

@@ -70,9 +70,9 @@ class Saved:
     """A model and the way in which it is saved.
 
     Attributes:
-        arguments: those that differ from `ARGUMENTS`.
+        arguments: arguments that differ from `ARGUMENTS`.
         tensor: ranks that save it.
-        metadata: of `sharded_state_dict`.
+        metadata: argument of `sharded_state_dict`.
     """
 
     arguments: dict[str, Any]

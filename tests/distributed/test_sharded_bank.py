@@ -45,7 +45,7 @@ class Case:
         value_dim: V.
         pre_dim: P; 0 without pre-values.
         num_scores: C.
-        num_rows: of the bank.
+        num_rows: rows of the bank.
         rows_read: J.
         num_blocks: B.
         rows: random ones, the same one in all positions of a token, or one row for all tokens.

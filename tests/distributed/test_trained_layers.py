@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 def training(config: RunConfig, *layers: int) -> RunConfig:
-    """The same run with these layers trained, whose loss comes in chunks."""
+    """The run with these layers trained, whose loss comes in chunks."""
     return replace(
         config,
         optimizer=replace(config.optimizer, trained_layers=layers or None),

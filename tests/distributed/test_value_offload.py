@@ -150,11 +150,11 @@ class Held:
 
     Attributes:
         windows: sizes of what the host stepped, in order, over one step.
-        host_bytes: of main weights and moments in host memory.
+        host_bytes: bytes of main weights and moments in host memory.
         device_elements: elements of the split groups whose moments are on the device.
-        aliases: whether a host tensor is the model's memory.
-        table_elements: of the model, on this rank.
-        owned_elements: those of them that the rank owns.
+        aliases: a host tensor is the model's memory.
+        table_elements: elements of the model's tables on this rank.
+        owned_elements: number of them that the rank owns.
         text: the run's line about it.
     """
 

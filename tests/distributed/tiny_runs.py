@@ -121,7 +121,7 @@ class TinyRun:
 
         Args:
             planted: gives the gradient of a whole parameter by its name and shape; None: it is zero.
-            lr, weight_decay: of all groups.
+            lr, weight_decay: settings of all groups.
         """
         for chunk, bare in zip(self.chunks, self.bare, strict=True):
             chunk.zero_grad_buffer()
@@ -187,7 +187,7 @@ def on(
     micro_batch_size: int = 4,
     recompute: Literal["none", "full", "selective"] = "none",
 ) -> RunConfig:
-    """The same run on another layout."""
+    """The run on another layout."""
     return replace(
         config,
         parallel=ParallelConfig(
@@ -223,7 +223,7 @@ def tiny_run(config: RunConfig, build_model: Callable[..., list[MemoryGPTModel]]
 
     Args:
         config: the run.
-        build_model: what makes the chunks.
+        build_model: makes the chunks.
     """
     with joined(config) as groups:
         yield build(config, groups, build_model)

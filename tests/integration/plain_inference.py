@@ -55,7 +55,7 @@ class HeldOut:
 
     @classmethod
     def on_disk(cls, folder: Path) -> HeldOut:
-        """Those of a prepared data set of bytes, read without the code that evaluation reads them by."""
+        """Documents of a prepared data set of bytes, read without the code that evaluation reads them by."""
         ids = np.fromfile(folder / "validation.bin", np.uint16)
         ends = np.flatnonzero(ids == END)
         parts = np.split(ids, ends + 1)[:-1]
@@ -132,7 +132,7 @@ def plain_nats(model: MemoryGPTModel, text: bytes, length: int, *, memory: bool)
 
 
 def compressed_bits_per_byte(sets: Sequence[HeldOut]) -> dict[str, float]:
-    """Those of the whole text, by Python's own functions."""
+    """Bits per byte of the whole text, by Python's own functions."""
     text = b"".join(each.text for each in sets)
     sizes = {"gzip -9": len(gzip.compress(text, 9)), "xz -9": len(lzma.compress(text, preset=9))}
     return {name: 8 * size / len(text) for name, size in sizes.items()}

@@ -97,7 +97,7 @@ class Site:
             raise AssertionError(f"{error}\n{self.told()}") from error
 
     def attempts(self, jobs: JobsFolder | None = None) -> list[AttemptFolder]:
-        """Those that came as far as ranks, or still may: on a busy machine Slurm fails to start some, which is held by
+        """Attempts that came to ranks, or still may: on a busy machine Slurm fails to start some, which is held by
         itself. `jobs`: of another run or stage."""
         folders = (jobs or self.jobs).attempt_folders()
         return [folder for folder in folders if folder.any_rank_began() or not folder.ended()]

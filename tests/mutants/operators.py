@@ -26,9 +26,9 @@ class Mutant:
     """One mistake in one file.
 
     Attributes:
-        path: of the file, from the repository's root.
+        path: path of the file, from the repository's root.
         number: its place among the mistakes of this file.
-        line: where it is.
+        line: line that has it.
         function: dotted name of the function or class around it; empty at module level.
         operator: the kind of mistake.
         before: the code as it is.

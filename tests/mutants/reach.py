@@ -27,7 +27,7 @@ class Reach:
 
     Attributes:
         tests: by "path::function", the tests that ran it, and how many of its lines.
-        seconds: what each test took.
+        seconds: time that each test took.
     """
 
     tests: dict[str, dict[str, int]]
@@ -100,8 +100,8 @@ def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
     """Run tests once, traced, and keep what they ran in `folder`.
 
     Args:
-        root: of the repository.
-        folder: where it is kept.
+        root: root of the repository.
+        folder: folder in which it is kept.
         tests: files or tests whose record is renewed, beside what is known of the others; none: the whole suite.
 
     Raises:

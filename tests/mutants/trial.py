@@ -25,8 +25,8 @@ class Trial:
         mutant: the one tried.
         outcome: caught, timeout (which counts as caught), survived, or broken (cannot be imported, and does not count).
         by: the test that failed.
-        num_tests: how many were asked.
-        seconds: how long they took.
+        num_tests: number of tests that were asked.
+        seconds: time that they took.
     """
 
     mutant: Mutant
@@ -59,10 +59,10 @@ class Worker:
         """Copy the repository and start the process that tests are forked from.
 
         Args:
-            root: of the repository.
-            folder: of the copy; made anew.
-            reach: which tests run what.
-            budget_s: what the tests of one mutant may cost together, by their recorded seconds.
+            root: root of the repository.
+            folder: folder of the copy; made anew.
+            reach: record of which tests run what.
+            budget_s: most that the tests of one mutant may cost together, by their recorded seconds.
         """
         self._root = root
         self._folder = folder

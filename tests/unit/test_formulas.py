@@ -176,7 +176,7 @@ class BuiltModel:
         parts: parameters by part.
         products: FLOPs per token of matrix products in a forward pass, but for attention, by PyTorch's own count; nan
         if there was none.
-        batched_products: the same of batched ones.
+        batched_products: FLOPs per token of batched ones.
         table_bytes: per token, of the rows that the layers looked up.
     """
 

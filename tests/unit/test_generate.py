@@ -52,8 +52,8 @@ class Bigrams(nn.Module):
     """Logits of the next token by the one before, at every position; the embedding's padding would always win.
 
     Attributes:
-        contexts: what the model was shown or had seen, pass by pass.
-        num_new: how many of these it was shown.
+        contexts: token ids that the model was shown or had seen, pass by pass.
+        num_new: number of these that it was shown.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:

@@ -141,7 +141,7 @@ def test_rows_in_full_are_the_same_bits() -> None:
 
 
 def fetched_bank(memory: TokenTableConfig, values: Tensor, columns: tuple[int, int] = (0, 1)) -> tuple[Bank, Bank]:
-    """The same table as a parameter, and in records that rows are fetched from."""
+    """A table as a parameter, and in records that rows are fetched from."""
     (spec, *_), kernels = memory.plan(1).banks, select_kernels("auto", device_type="cpu")
     resident = Bank(spec, memory, kernels, dtype=values.dtype, device=CPU, replica_rank=0)
     with torch.no_grad():

@@ -193,7 +193,7 @@ def test_a_number_of_a_remembered_object_takes_no_memory(tmp_path: Path) -> None
 
 
 def rewritten(path: Path, name: str, content: bytes | None, compression: int = zipfile.ZIP_STORED) -> Path:
-    """The same zip with an entry's content changed; without the entry, if None."""
+    """The zip with an entry's content changed; without the entry, if None."""
     with zipfile.ZipFile(path) as archive:
         entries = {each: archive.read(each) for each in archive.namelist()}
     with zipfile.ZipFile(path, "w", compression) as archive:

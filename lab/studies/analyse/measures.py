@@ -34,7 +34,7 @@ class Analysed:
     """One run, and what is asked of it.
 
     Attributes:
-        file: where what was found goes, as JSON.
+        file: path of the JSON file for what was found.
     """
 
     config: RunConfig

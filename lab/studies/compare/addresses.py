@@ -28,11 +28,11 @@ class Addresses:
     """Losses of one trained model, in nats per held-out token.
 
     Attributes:
-        own: as it was trained.
+        own: loss with the rows that it was trained to read.
         others: with rows that tokens of other sequences ask for (`model.memory.control: others_rows`).
         without: with a memory that adds nothing.
-        gains: of own rows over others', by how often a token comes in training, the rarest first; None: no held-out
-            token is of the bin.
+        gains: leads of own rows over others', by how often a token comes in training, the rarest first; None: no
+            held-out token is of the bin.
     """
 
     own: float
@@ -42,7 +42,7 @@ class Addresses:
 
 
 def addresses_of(config: RunConfig, path: Path, num_ranks: int) -> Addresses:
-    """Those of a finished run, measured once and kept in its folder.
+    """Losses of a finished run, measured once and kept in its folder.
 
     Raises:
         RunStopped: they could not be measured.

@@ -62,7 +62,7 @@ def add_controls(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds `--controls`: the names of those that are asked for, all if none is named; empty without it.
 
     Args:
-        what: they are for, as help says it.
+        what: purpose of the controls, as help says it.
     """
     parser.add_argument(
         "--controls",
@@ -123,7 +123,7 @@ def command_line(args: argparse.Namespace, name: str, *options: str) -> str:
     """The command that makes the report again.
 
     Args:
-        options: that it has to itself, beside those of this file.
+        options: options that it has to itself, beside those of this file.
     """
     words = ["megamem", "study", name, *args.configs, *args.overrides, *options]
     words += ["--seeds", ",".join(map(str, args.seeds)), *_controls_option(args.controls)]

@@ -56,11 +56,11 @@ class Comparison:
         """Check that every run can be made.
 
         Args:
-            seeds: of the weights.
-            run_dir: where the runs are.
+            seeds: seeds of the weights.
+            run_dir: folder of the runs.
             page: for the report.
-            command: what makes it again.
-            controls: that models with a memory will have.
+            command: command that makes the report again.
+            controls: controls that models with a memory will have.
             target_loss: in nats per token, which models are to reach; None: there is none.
             at_once: runs that train side by side.
 
@@ -115,8 +115,8 @@ class Comparison:
         """Give every model the best settings of its search.
 
         Args:
-            paths: of the models' files.
-            overrides: of all of them.
+            paths: paths of the models' files.
+            overrides: overrides of all of them.
 
         Raises:
             RunStopped: a trial did not come to its end.
@@ -265,7 +265,7 @@ class Comparison:
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
-    """Those of models whose data is there, as its tokenizer may say how many ids they have."""
+    """Figures of models whose data is there, as its tokenizer may say how many ids they have."""
     from pretrain.data.blend import check_blend
 
     tokenizer = check_blend(models[0].data.datasets)

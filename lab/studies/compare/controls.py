@@ -51,7 +51,7 @@ class Controlled:
 
 
 def with_memory(models: Sequence[RunConfig]) -> list[RunConfig]:
-    """Those that can have controls.
+    """Models that can have controls.
 
     Raises:
         ConfigError: there is none.
@@ -65,8 +65,8 @@ def controls_of(config: RunConfig, vocab_size: int, names: Collection[str] = tup
     """The controls of a model with a memory, each named `<model>.<control>`.
 
     Args:
-        config: of the model.
-        vocab_size: of its tokenizer, for parameters and operations: the configuration may leave it to the data.
+        config: configuration of the model.
+        vocab_size: ids of its tokenizer, for parameters and operations: the configuration may leave it to the data.
         names: the controls that are asked for, of `MEANINGS`.
 
     Raises:
@@ -115,7 +115,7 @@ def controls_of(config: RunConfig, vocab_size: int, names: Collection[str] = tup
 
 
 def trained_once(controlled: Sequence[Controlled]) -> list[Controlled]:
-    """The same, where a control that several models have in common, but for its name, is that of the first of them.
+    """Models with controls, of which one that several have in common, but for its name, is that of the first of them.
 
     Models of equal size and rates have the same dense and expert twins: one run tells of them all.
     """
@@ -167,7 +167,7 @@ def verdict(own: Sequence[float], controls: Mapping[str, Sequence[float]]) -> st
 
     Args:
         own: validation losses, by seed.
-        controls: those of the trained controls with the same seeds, by name.
+        controls: losses of the trained controls with the same seeds, by name.
     """
     beaten: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
@@ -208,8 +208,8 @@ def controls_section(
 
     Args:
         controlled: the models with a memory.
-        results: of the models' finished runs, by name.
-        of_controls: of the controls', by theirs.
+        results: results of the models' finished runs, by name.
+        of_controls: results of the controls' finished runs, by their names.
         addresses: losses of finished models after training, by name, seed by seed.
     """
     names = [name for name in MEANINGS if any(name in each.controls or name in each.left_out for each in controlled)]

@@ -38,12 +38,12 @@ class Way:
     """One way of growing a model, and of training what it makes.
 
     Attributes:
-        name: of the model that it makes.
-        insert: which blocks; None: none, the model stays as it is.
-        num_blocks: how many.
-        placement: where; None: as the method has it.
-        freezes: whether the inserted blocks alone are trained.
-        keys: of the memory that is inserted, and of the training.
+        name: name of the model that it makes.
+        insert: method that inserts blocks; None: the model stays as it is.
+        num_blocks: number of inserted blocks.
+        placement: places of the inserted blocks; None: the method's own.
+        freezes: the inserted blocks alone are trained.
+        keys: keys of the memory that is inserted, and of the training.
     """
 
     name: str
@@ -159,12 +159,12 @@ class GrowthComparison:
         """Check that every run can be made.
 
         Args:
-            overrides: of the command line, which hold for both trainings.
-            seeds: of the model's weights, and of what is drawn when it is grown.
+            overrides: overrides of the command line, which hold for both trainings.
+            seeds: seeds of the model's weights, and of what is drawn when it is grown.
             num_ranks: None: as many as the layout needs.
-            run_dir: where the runs are.
+            run_dir: folder of the runs.
             page: for the report.
-            command: what makes it again.
+            command: command that makes the report again.
 
         Raises:
             ConfigError: a model cannot be grown in one of the ways, or not trained.
@@ -246,7 +246,7 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
     """Configuration that trains the grown model of a way.
 
     Args:
-        base: how the model was.
+        base: configuration that the model was trained with.
         overrides: over all else, but for what the way trains.
 
     Raises:

@@ -22,7 +22,7 @@ class GrownFigures:
     """Costs of a grown model.
 
     Attributes:
-        model: of the whole.
+        model: figures of the whole model.
         num_added: parameters that the model it was grown from does not have.
         num_trained: parameters that are trained.
     """
@@ -60,13 +60,13 @@ def report(
     """The part of a report between its marks.
 
     Args:
-        base: how the model was trained.
-        grown: how what was made of it is trained.
-        figures: of all of them, the model's own first.
-        results: of the finished runs, by the model's name.
-        seeds: of the weights.
+        base: configuration that the model was trained with.
+        grown: configurations that train what was made of it.
+        figures: figures of all of them, the model's own first.
+        results: results of the finished runs, by the model's name.
+        seeds: seeds of the weights.
         plot_name: the plot's file, as seen from the report.
-        command: what makes it again.
+        command: command that makes the report again.
     """
     num_runs, num_done = len(figures) * len(seeds), sum(map(len, results.values()))
     state = "" if num_done == num_runs else f" {num_done} of {num_runs} runs are done."

@@ -15,8 +15,8 @@ def read_keys(path: Path, option: str, kind: str, keys: Collection[str]) -> dict
     """The content of a file that has exactly these keys.
 
     Args:
-        option: that names the file.
-        kind: what such a file is called.
+        option: the option that names the file.
+        kind: name of such files, in messages.
 
     Raises:
         ConfigError: naming the file, what is wrong and what is expected.

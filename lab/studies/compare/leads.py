@@ -24,7 +24,7 @@ def leads(
     results: Mapping[str, Sequence[RunResult]],
     of_controls: Mapping[str, Sequence[RunResult]],
 ) -> Leads:
-    """Those of the seeds that a model and its control are both done with, in the seeds' order."""
+    """Leads with the seeds that a model and its control are both done with, in the seeds' order."""
     return {
         each.model.name: {
             name: [

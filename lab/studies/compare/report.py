@@ -96,8 +96,8 @@ class Tuned:
     """Search for the settings of the models.
 
     Attributes:
-        tuning: what was tried.
-        trials: of every model so far, by its name.
+        tuning: settings that were tried.
+        trials: trials of every model so far, by its name.
     """
 
     tuning: Tuning
@@ -117,13 +117,13 @@ def report(
     """The part of a report between its marks.
 
     Args:
-        configs: of the models.
-        figures: of the same.
-        results: of the finished runs, by the model's name.
-        seeds: of the weights.
+        configs: configurations of the models.
+        figures: figures of the same models.
+        results: results of the finished runs, by the model's name.
+        seeds: seeds of the weights.
         plot_name: the plot's file, as seen from the report.
-        command: what makes it again.
-        tuned: how their settings were found, if they were.
+        command: command that makes the report again.
+        tuned: search that found their settings, if there was one.
     """
     train, num_done = configs[0].train, sum(map(len, results.values()))
     steps = f"{train.num_steps} steps of {train.global_batch_size} x {train.sequence_length}"

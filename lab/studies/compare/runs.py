@@ -25,7 +25,7 @@ class RunStopped(Exception):
     """A run did not come to its end; its error is on the screen.
 
     Attributes:
-        exit_code: of the run.
+        exit_code: exit code of the run.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -38,8 +38,8 @@ class RunResult:
     """Results of a finished run.
 
     Attributes:
-        validation_loss: of the last evaluation, in nats per token.
-        bits_per_byte: of the same.
+        validation_loss: loss of the last evaluation, in nats per token.
+        bits_per_byte: bits per byte of the last evaluation.
         curves: its course.
         step_s: seconds of every step.
     """
@@ -81,7 +81,7 @@ class Trainer:
         """Train one run to its end, unless it is there.
 
         Args:
-            path: of the run's folder.
+            path: the run's folder.
             what: the run in words.
             start: the run's folder that it begins from; None: it begins anew.
 

@@ -34,7 +34,7 @@ class Job:
         what: in words.
         screen: file that gets what it prints, appended to; its folder is made.
         work: raises RunStopped or UserError if it does not come to its end.
-        num_steps: of training in it, by which the time that others take is told.
+        num_steps: training steps in it, by which the time that others take is told.
     """
 
     what: str
@@ -60,8 +60,8 @@ def run_side_by_side(jobs: Sequence[Job], at_once: int, num_ranks: int) -> None:
 
     Args:
         jobs: in the order in which they start.
-        at_once: how many may run.
-        num_ranks: that a job starts at a time.
+        at_once: most jobs that run at a time.
+        num_ranks: ranks that a job starts at a time.
 
     Raises:
         RunStopped: a job did not come to its end; with the code of the first.

@@ -32,7 +32,7 @@ class Reached:
     Attributes:
         tokens: by linear interpolation between the evaluations before and after; those of the first one if it is there
             already.
-        seconds: of the steps so far, without evaluations and saves; None where the run's metrics lack those of a step.
+        seconds: time of the steps so far, without evaluations and saves; None where the run's metrics lack one's.
     """
 
     tokens: float
@@ -110,9 +110,9 @@ def verdict(
 
     Args:
         own: by seed.
-        reference: of the same seeds.
-        end: of a whole run of the reference, which one that does not reach the target is taken to need; its seconds may
-            be missing.
+        reference: places in the reference's runs with the same seeds.
+        end: end of a whole run of the reference, which one that does not reach the target is taken to need; its seconds
+            may be missing.
     """
     if None in own:
         return f"{name} does not reach it with {own.count(None)} of {len(own)} seeds, and is not judged."

@@ -1,4 +1,4 @@
-"""The same small search for every model: a few keys, a few values each, and as many trials for one as for the other.
+"""A small search, alike for every model: a few keys, a few values each, and as many trials for one as for the other.
 
 A model starts from its file's own values. Then the keys are gone through in the order of the tuning file, and each
 other value of a key is tried with the best of what was found so far; what is better stays. A model that does not have a
@@ -30,8 +30,8 @@ class Tuning:
 
     Attributes:
         num_trials: runs per model, the first with its own settings.
-        num_steps: of each.
-        seed: of their weights.
+        num_steps: steps of each.
+        seed: seed of their weights.
         values: by key, in the order in which they are tried. Several keys joined by commas are set together, and each of
             their values is a list of as many.
     """
@@ -47,7 +47,7 @@ class Trial:
     """One run of a search.
 
     Attributes:
-        changes: what it sets otherwise than the model's file does.
+        changes: values that it sets otherwise than the model's file does, by key.
         config: the model with that, before it is shortened.
         loss: its validation loss, in nats per token.
     """

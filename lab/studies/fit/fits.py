@@ -20,7 +20,7 @@ class Fit:
         seen: models that the law is fitted to.
         held: models that it is to predict.
         law: None: these models do not settle one.
-        lack: what is missing, in words.
+        lack: missing things, in words.
     """
 
     family: str

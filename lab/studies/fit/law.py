@@ -32,9 +32,9 @@ class Law:
 
     Attributes:
         floor: E.
-        factors: of each resource's term, at the resource's geometric mean among the fitted models.
-        exponents: of each resource.
-        means: those geometric means.
+        factors: factor of each resource's term, at the resource's geometric mean among the fitted models.
+        exponents: exponent of each resource.
+        means: geometric mean of each resource among the fitted models.
         residual: root mean square of what it misses the fitted losses by.
     """
 
@@ -78,8 +78,8 @@ def fit(amounts: Mapping[str, Sequence[float]], losses: Sequence[float]) -> Law:
     """The law that misses the losses by least, in the mean of squares.
 
     Args:
-        amounts: of each resource, model by model, all above zero.
-        losses: of the models.
+        amounts: amounts of each resource, model by model, all above zero.
+        losses: losses of the models.
 
     Raises:
         ValueError: the models cannot tell its terms apart.

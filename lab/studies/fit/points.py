@@ -24,11 +24,12 @@ class Point:
     """One model of a comparison.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         family: its kind of memory, `experts` or `dense`.
-        amounts: of compute in a training (TFLOPs), of rows and of rows read per token, by the keys of `RESOURCES`.
+        amounts: amounts of compute in a training (TFLOPs), of rows and of rows read per token, by the keys of
+            `RESOURCES`.
         loss: mean over seeds of the last validation loss.
-        num_seeds: that there are.
+        num_seeds: seeds that there are.
     """
 
     name: str

@@ -58,7 +58,7 @@ def report(
     """The part of a report between its marks.
 
     Args:
-        config: of any of the models, which train alike.
+        config: configuration of any of the models, which train alike.
         notes: on models that are not in the table.
     """
     train = config.train

@@ -32,9 +32,9 @@ class Told:
 
     Attributes:
         config: with the facts as its data; its seed is that of weights, facts and their order.
-        number: of the facts.
-        folder: of its run.
-        num_ranks: that train and ask.
+        number: number of the facts.
+        folder: folder of its run.
+        num_ranks: ranks that train and ask.
     """
 
     config: RunConfig

@@ -68,10 +68,10 @@ class Profile:
     """Results of one configuration's steps.
 
     Attributes:
-        intervals: of the marked steps.
+        intervals: times of the marked steps.
         wall_s: seconds that they took by the test's own clock.
-        same: whether they computed what unmarked ones do.
-        clean: whether no mark is left afterwards.
+        same: the steps computed what unmarked ones do.
+        clean: no mark is left afterwards.
     """
 
     intervals: RangeTimes

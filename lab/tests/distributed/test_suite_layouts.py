@@ -58,7 +58,7 @@ def scores(corpus: Path, layout: dict[str, int], chunk_tokens: int | None) -> li
 
 
 def by_hand(corpus: Path) -> Tensor:
-    """The same from whole logits of one row at a time, [rows, 3]."""
+    """Answers from whole logits of one row at a time, [rows, 3]."""
     config = replace(
         PRIVATE, model=replace(PRIVATE.model, num_layers=4), train=replace(PRIVATE.train, sequence_length=LENGTH)
     )

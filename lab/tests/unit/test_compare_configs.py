@@ -31,10 +31,10 @@ class Size:
     """One folder of models.
 
     Attributes:
-        tokens: of a run.
+        tokens: tokens of a run.
         reads: table elements per token.
-        expert_step: what the width of an expert is a multiple of.
-        tolerance: of the mixture's FLOPs.
+        expert_step: divisor of the width of an expert.
+        tolerance: tolerance of the mixture's FLOPs.
     """
 
     folder: Path

@@ -29,7 +29,7 @@ class Run:
     """A run of 5 steps that was submitted as job 10.
 
     Attributes:
-        states: what the controller says of jobs.
+        states: answers of the controller on jobs.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -78,7 +78,7 @@ class World:
     asked of them.
 
     Attributes:
-        log: what happened, in order.
+        log: events in order.
         steps: the calls of the step.
         skipped: steps (from 1) without a finite gradient.
         asked: the step (from 1) on which some rank was told to stop.

@@ -43,7 +43,7 @@ class Launch:
         kernel: the function that Triton compiles.
         values: its arguments by name, constants included.
         grid: programs along each axis.
-        options: of the compiler, as in num_warps.
+        options: options of the compiler, as in num_warps.
     """
 
     kernel: Any
@@ -142,11 +142,11 @@ class Build:
     """One kernel as the compiler built it.
 
     Attributes:
-        launch: whose kernel it is.
-        capability: that it is for.
-        registers: of a thread.
-        spilled_bytes: of a thread's memory, which registers did not hold.
-        shared_bytes: of a program.
+        launch: a launch of the kernel.
+        capability: compute capability that it is for.
+        registers: registers of a thread.
+        spilled_bytes: bytes of a thread's memory, which registers did not hold.
+        shared_bytes: bytes of shared memory of a program.
         intermediate: Triton's own code of it (TTIR), by which offsets are judged.
         binary: its machine code, as an ELF file.
     """

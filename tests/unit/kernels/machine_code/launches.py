@@ -29,8 +29,8 @@ def launches_of(config: RunConfig, num_tokens: int | None = None) -> list[Launch
     the heads of a block.
 
     Args:
-        config: of a model with a memory that retrieves.
-        num_tokens: of a rank; None: those of its microbatch.
+        config: configuration of a model with a memory that retrieves.
+        num_tokens: tokens of a rank; None: those of its microbatch.
     """
     memory = config.model.memory
     assert isinstance(memory, RetrievalConfig)
@@ -144,14 +144,14 @@ class _Tables:
     """Lookups of all tokens of a memory group in a rank's rows and columns.
 
     Attributes:
-        num_rows: of a rank.
-        num_entries: that the tokens read of them, about.
-        tokens: of the group.
+        num_rows: rows of a rank.
+        num_entries: entries that the tokens read of them, about.
+        tokens: tokens of the group.
         rows_per_token: wherever these are.
         scores: coefficients of an entry.
         bins: sums of a token.
-        dtype: of tables and activations.
-        gradient_dtype: of gradients of tables.
+        dtype: dtype of tables and activations.
+        gradient_dtype: dtype of gradients of tables.
     """
 
     num_rows: int

@@ -29,9 +29,9 @@ class _Value:
     """Knowledge of a value.
 
     Attributes:
-        interval: that it is in.
-        bits: of its type; 0: no integer.
-        is_known: whether it follows from arguments and grid alone.
+        interval: interval that it is in.
+        bits: bits of its type; 0: no integer.
+        is_known: the value follows from arguments and grid alone.
         wrapped: places where it, or what it is made of, may have wrapped around.
     """
 

@@ -22,7 +22,7 @@ class Instruction:
     Attributes:
         address: in bytes from the kernel's start.
         text: without its guard.
-        is_guarded: whether a predicate decides if it takes effect.
+        is_guarded: a predicate decides if it takes effect.
         source: file and line of the source that it comes from, the innermost call's first, and its callers'.
     """
 
