@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -293,33 +296,105 @@ def test_an_effect_at_import_is_found() -> None:
     assert found == [("os.environ['A']", 2), ("torch.cuda.is_available", 3), ("torch.manual_seed", 7)]
 
 
-BEGINS_A_FRAGMENT = re.compile(r"\s*(of|what|which|whose|where|how|who|when|why|whether)\b.*", re.IGNORECASE)
+QUESTIONS = "of|what|which|whose|where|how|who|when|why|whether"
+BEGINS_A_FRAGMENT = re.compile(rf"\s*({QUESTIONS})\b.*", re.IGNORECASE)
+GOES_ON = re.compile(r"\s*(the same|those|that of)\b.*", re.IGNORECASE)
+BEGINS_NO_ENTRY = re.compile(rf"\s*({QUESTIONS}|that|those|the same|see|as|it|they)\b.*", re.IGNORECASE)
+
+SECTION = re.compile(
+    r"^(?P<indent> *)(?:Args|Attributes|Returns):\n(?P<entries>(?:(?P=indent) {4}.*\n|\s*\n)+)", re.MULTILINE
+)
+NAMED_ENTRY = re.compile(r"^[\w*`]+(?:, [\w*`]+)*:\s+(?P<text>.*)", re.MULTILINE)
+
+ENTRIES_ARE_YET_TO_STAND_ALONE = REPOSITORY / "pretrain" / "planning"
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Texts that stand first in a module, class or function, or follow an assignment, with the line."""
+@dataclass(frozen=True)
+class Docstring:
+    """Text that stands first in a module, class or function, or follows an assignment.
+
+    Attributes:
+        line: number of its first line, from 1.
+        is_of_field: the text follows an assignment.
+    """
+
+    text: str
+    line: int
+    is_of_field: bool
+
+
+def docstrings(tree: ast.Module) -> Iterator[Docstring]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for before, statement in zip([None, *node.body], node.body, strict=False):
                 text = statement.value if isinstance(statement, ast.Expr) else None
                 if isinstance(text, ast.Constant) and isinstance(before, ast.Assign | ast.AnnAssign | None):
-                    yield str(text.value), text.lineno
+                    yield Docstring(str(text.value), text.lineno, before is not None)
+
+
+def begins(pattern: re.Pattern[str], found: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Lines that begin with some words, out of texts with the number of their first line."""
+    matches = [(pattern.match(text), line) for text, line in found]
+    return [(match[0].strip(), line) for match, line in matches if match is not None]
 
 
 def fragments(tree: ast.Module) -> list[tuple[str, int]]:
     """First lines of docstrings that begin in the middle of a thought, with the line."""
-    found = [(BEGINS_A_FRAGMENT.match(text), line) for text, line in docstrings(tree)]
-    return [(match[0].strip(), line) for match, line in found if match is not None]
+    return begins(BEGINS_A_FRAGMENT, ((each.text, each.line) for each in docstrings(tree)))
+
+
+def going_on(tree: ast.Module) -> list[tuple[str, int]]:
+    """First lines of docstrings that say which of a thing that stands elsewhere, with the line."""
+    return begins(GOES_ON, ((each.text, each.line) for each in docstrings(tree)))
+
+
+def entries(text: str) -> Iterator[tuple[str, int]]:
+    """Texts behind the names in sections of a docstring, and the first one of a result, with the number of their line."""
+    text += "\n"
+    for section in SECTION.finditer(text):
+        before, within = text.count("\n", 0, section.start("entries")), textwrap.dedent(section["entries"])
+        found = list(NAMED_ENTRY.finditer(within))
+        yield from ((each["text"], before + within.count("\n", 0, each.start("text"))) for each in found)
+        if not found or found[0].start():
+            yield within, before
+
+
+def entry_fragments(tree: ast.Module) -> list[tuple[str, int]]:
+    """Entries of sections, and docstrings of fields, that do not begin with what they are about, with the line."""
+    found = []
+    for each in docstrings(tree):
+        found += [(each.text, each.line)] if each.is_of_field else []
+        found += [(text, each.line + line) for text, line in entries(each.text)]
+    return begins(BEGINS_NO_ENTRY, found)
+
+
+def wrong_lines(package: str, find: Callable[[ast.Module], list[tuple[str, int]]], without: Path | None = None) -> str:
+    """Lines that a rule finds in the files of a package, each with its place."""
+    return "\n".join(
+        f"{path.relative_to(REPOSITORY)}:{line} {text}"
+        for path in source_files(package)
+        if without is None or not path.is_relative_to(without)
+        for text, line in find(parse(path))
+    )
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "lab/tests"])
 def test_first_lines_of_docstrings_stand_alone(package: str) -> None:
-    wrong = [
-        f"{path.relative_to(REPOSITORY)}:{line} {text}"
-        for path in source_files(package)
-        for text, line in fragments(parse(path))
-    ]
-    assert not wrong, "\n".join(wrong)
+    wrong = wrong_lines(package, fragments)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_first_lines_of_docstrings_do_not_go_on_from_elsewhere(package: str) -> None:
+    """Tests may: `The same samples in more portions.` is what one expects, beside what it is given."""
+    wrong = wrong_lines(package, going_on, without=ENTRIES_ARE_YET_TO_STAND_ALONE)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "tests", "lab/tests"])
+def test_entries_and_docstrings_of_fields_stand_alone(package: str) -> None:
+    wrong = wrong_lines(package, entry_fragments, without=ENTRIES_ARE_YET_TO_STAND_ALONE)
+    assert not wrong, wrong
 
 
 def test_a_first_line_that_does_not_stand_alone_is_found() -> None:
@@ -329,3 +404,31 @@ def test_a_first_line_that_does_not_stand_alone_is_found() -> None:
         'def f():\n    """Offset of a row."""\n    "Of no docstring" in g()\n    """How it goes on."""\n'
     )
     assert fragments(ast.parse(text)) == [("What it does.", 1), ("Of the module.", 5), ("Whether it is.", 9)]
+
+
+def test_a_first_line_that_goes_on_from_elsewhere_is_found() -> None:
+    text = (
+        '"""The same in C++.\n\nThose are not first."""\n'
+        'class C:\n    """That of the\n    rows."""\n    b: int\n    """those of it"""\n'
+        'def f():\n    """The samest of all, that of it."""\n'
+    )
+    assert going_on(ast.parse(text)) == [("The same in C++.", 1), ("That of the", 5), ("those of it", 8)]
+
+
+def test_an_entry_that_does_not_stand_alone_is_found() -> None:
+    text = (
+        'class C:\n    """A class. See `g`.\n\n    Attributes:\n        a: number of it.\n        b, c: Those of it: of\n'
+        '            that: see it.\n        d:\n            as it is\n\n        e: asked for."""\n'
+        '    f: int\n    """See `g`.\n\n    They stay."""\n    h: int\n    """Seed."""\n'
+        'def k():\n    """\n    Args:\n        *l: whichever; none: of nothing.\n        **m: It is.\n\n    Returns:\n'
+        "        The same as `k`,\n        of whom: some.\n        n: which it is.\n\n    Raises:\n        E: it is none.\n"
+        '    """\n'
+    )
+    assert sorted(entry_fragments(ast.parse(text)), key=itemgetter(1)) == [
+        ("Those of it: of", 6),
+        ("as it is", 9),
+        ("See `g`.", 13),
+        ("It is.", 22),
+        ("The same as `k`,", 25),
+        ("which it is.", 27),
+    ]
