@@ -144,7 +144,7 @@ class MemoryBlock(TransformerLayer):
         Args:
             sites: this block's memories. Where a chunk's memories read together, what arrives is what they have read,
                 which all blocks pass on.
-            joins: for each output that arrives, whether it is added after this block.
+            joins: flags of the outputs that arrive: True for one that is added after this block.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp

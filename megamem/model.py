@@ -48,7 +48,7 @@ class MemoryGPTModel(GPTModel):
         separate_documents: attention needs the documents' bounds.
         reads_tokens: this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for tokens,
             or documents are separate.
-        weights_are_set: to be set by whoever fills the weights.
+        weights_are_set: set by whoever fills the weights.
         input_needs_gradient: the backward pass goes on in the chunk before this one.
         output_needs_gradient: there is a backward pass in this chunk, or in one before it.
     """

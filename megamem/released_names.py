@@ -36,7 +36,7 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
     """Tensors of UltraMemV2's release (which also has UltraMem and Memory+) under our global names and in our layouts.
 
     Args:
-        tensors: by released name (`transformer.blocks.0.att_proj.weight`), all of a model or any part of it.
+        tensors: tensors by released name (`transformer.blocks.0.att_proj.weight`), all of a model or any part of it.
         model: config of the same model.
 
     Raises:
@@ -74,8 +74,8 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     """Memory layers of Meta's release (PKM, Memory+, PEER) under our global names and in our layouts.
 
     Args:
-        tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's
-            feed-forward. A table that layers share may appear under any or all of them.
+        tensors: tensors by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a
+            block's feed-forward. A table that layers share may appear under any or all of them.
         model: config of the same model.
 
     Raises:

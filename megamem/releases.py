@@ -58,7 +58,7 @@ class ReleasedPart:
     """A parameter or buffer of a memory layer in a module of a public code.
 
     Attributes:
-        name: in the module.
+        name: name in the module.
         shape: shape of our parameter.
         there: shape of theirs; None: the same.
         less: number that each element of theirs is smaller by.
@@ -78,7 +78,7 @@ class ReleasedModule:
         names: the module's names, as models call it; the first one is written, below `model`.
         table: name of the table: `<table>.weight`, or `<table>.shard_<number>.weight` for parts of it in order.
         table_rows: rows of the table there, the first ones of ours.
-        parts: by our name.
+        parts: parameters and buffers, by our name.
         stated: integers that the code keeps, and that follow from the configuration here, by the name in the module.
         implied: makes buffers of ours, by our name, that the code has in no checkpoint, and raises ValueError where it cannot.
     """

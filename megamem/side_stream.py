@@ -39,7 +39,7 @@ class SideStream:
             inputs: the tokens behind it, allocated there too.
 
         Returns:
-            To be called once, on the caller's stream: waits there (not on the host) and returns the branch's output.
+            Function to call once, on the caller's stream: it waits there (not on the host) and returns the output.
         """
         side = self._stream
         if side is None:

@@ -40,10 +40,10 @@ class _Plan:
     """One rank's part in the exchange.
 
     Attributes:
-        sends: by receiver and stretch of it, the tokens of ours that it asks for.
-        send_counts, receive_counts: by rank.
+        sends: tokens of ours that a receiver asks for, by receiver and stretch of it.
+        send_counts, receive_counts: numbers of tokens, by rank.
         places: places of the tokens that come, in the order of their senders, in the halos of our stretches one after
-            the
+            the other.
     """
 
     sends: tuple[tuple[int, ...], ...]

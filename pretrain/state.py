@@ -29,7 +29,7 @@ class TrainedOn:
 
     Attributes:
         first_step: steps that were done before.
-        datasets: in the order of `data.datasets`.
+        datasets: data sets in the order of `data.datasets`.
     """
 
     first_step: int

@@ -19,7 +19,7 @@ class Finding:
     """One thing that was looked for.
 
     Attributes:
-        what: in words.
+        what: name of the thing, in words.
         problem: reason why the profile cannot work here; empty if the thing is there.
     """
 

@@ -34,7 +34,7 @@ class JobNow:
         state: RUNNING, COMPLETING, ...
         reason: cause of its end, where Slurm gives one.
         restarts: number of times that it has been requeued.
-        time_left: until its limit.
+        time_left: time until its limit, in Slurm's form.
     """
 
     state: str = ""
@@ -66,7 +66,7 @@ class Plan:
 
     Attributes:
         folder: the attempt's folder.
-        num_nodes: on how many of the job's nodes ranks start.
+        num_nodes: number of the job's nodes on which ranks start.
         stop_after_s: seconds after which the ranks are told to stop; None: Slurm's signal comes early enough.
     """
 
@@ -82,7 +82,7 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
 
     Args:
         nodes: nodes of the job.
-        time_left: until its limit, as squeue has it.
+        time_left: time until the job's limit, as squeue has it.
         environ: environment of the batch script.
 
     Raises:
@@ -311,7 +311,7 @@ def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes:
 
     Args:
         num_nodes: nodes that there are.
-        num_wanted: for the whole run; more are to spare.
+        num_wanted: nodes for the whole run; more are to spare.
 
     Raises:
         ConfigError: there is no such number, or it is below what the profile allows.

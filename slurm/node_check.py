@@ -77,8 +77,8 @@ def judge(
 
     Args:
         reports: reports of the ranks that were heard of.
-        clock_offsets_s: by rank, its clock minus that of rank 0; only of ranks that answered.
-        nodes: on which ranks were to start.
+        clock_offsets_s: each rank's clock minus that of rank 0, by rank; only of ranks that answered.
+        nodes: nodes on which ranks were to start.
         num_ranks: ranks that were to start.
     """
     bad: dict[str, list[str]] = {}
@@ -154,8 +154,8 @@ def check_nodes(
 
     Args:
         at: meeting point of the ranks.
-        nodes: on which ranks were started.
-        folder: in which all of them must be able to write.
+        nodes: nodes on which ranks were started.
+        folder: a folder that all of them must be able to write in.
         code: hash of the code that was submitted.
 
     Returns:

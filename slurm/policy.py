@@ -59,7 +59,7 @@ class Attempt:
         submission: number of the submission that it belongs to.
         job, restart: Slurm's number of the job, and how often it had been requeued.
         nodes: nodes of the job.
-        num_nodes: on how many of them ranks run.
+        num_nodes: number of them on which ranks run.
         saved_step: step of the newest checkpoint when it started; None without one.
         at: UTC, as ISO 8601 has it.
     """
@@ -79,7 +79,7 @@ class Ended:
 
     Attributes:
         saved_step: step of the newest checkpoint at its end; None without one.
-        bad_nodes: on which the run must not train.
+        bad_nodes: nodes on which the run must not train.
         detail: the cause in words.
         last_step: last step that it took; None without any.
         heard_at: time at which it last wrote of a step or a save; UTC, as ISO 8601 has it.
@@ -106,7 +106,7 @@ class Decision:
     """Action to take, with its reason.
 
     Attributes:
-        reason: for people.
+        reason: words for people.
         delay_s: seconds to wait before the next start.
         exclude: nodes that no later start of the submission may have: all that were found bad so far.
     """

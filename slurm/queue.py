@@ -168,7 +168,7 @@ def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | Non
 
     Args:
         name: name of the array.
-        folder: for its script.
+        folder: folder for its script.
         at_once: most of them that run at the same time; None: no limit.
 
     Returns:

@@ -40,7 +40,7 @@ def meeting_point(file: Path, rank: int, timeout_s: float, environ: Mapping[str,
     """Meeting point of the ranks, chosen and written by rank 0, read by the others.
 
     Args:
-        file: in a folder that all nodes see.
+        file: a file in a folder that all nodes see.
         timeout_s: seconds that rank 0 may take to start.
 
     Raises:

@@ -76,7 +76,7 @@ def render_array(
 
     Args:
         name: name of the array.
-        runs: in the order of their numbers. They differ in nothing that sbatch reads.
+        runs: runs in the order of their numbers. They differ in nothing that sbatch reads.
         profile, submission: profile and request of any of the runs.
         folder: the folder in which the script lies.
         at_once: most of them that run at the same time; None: no limit.

@@ -20,8 +20,9 @@ class AttemptTimes:
         number, job, num_nodes: the attempt's number, its job and its nodes.
         cause: cause of its end.
         waited_s: seconds in the queue: since the job was queued, or since the attempt before it ended.
-        start_s: from its first command to its first step: importing, the check of the nodes, building, restoring.
-        down_s: from the last step or save of the attempt before it to its own first step.
+        start_s: seconds from its first command to its first step: importing, the check of the nodes, building,
+            restoring.
+        down_s: seconds from the last step or save of the attempt before it to its own first step.
         lost_steps: steps that it took, and no checkpoint has.
     """
 

@@ -27,10 +27,10 @@ class Curves:
     Attributes:
         training: losses of the steps' batches, in nats per token.
         validation: losses of the evaluations.
-        coverage: by block with a memory, the shares of the table's rows that an observed step read.
-        kl_to_uniform: by block, how far the reads of such a step are from even, in nats.
+        coverage: shares of the table's rows that an observed step read, by block with a memory.
+        kl_to_uniform: distances of the reads of such a step from even ones, in nats, by block.
         bits_per_byte: bits per byte of the last evaluation; None without one.
-        even_coverage: by block, the shares that as many even reads would cover; none where the token chooses the rows.
+        even_coverage: shares that as many even reads would cover, by block; none where the token chooses the rows.
         dropped_out: the memories whose keys have collapsed, or that are silent, at the end.
     """
 
@@ -75,7 +75,7 @@ def binned(points: Sequence[Point], num_bins: int, end: float | None = None) -> 
 
     Args:
         num_bins: ranges from 0 to `end`.
-        end: in tokens; None: where the points end.
+        end: tokens at which the last range ends; None: where the points end.
     """
     end = max((x for x, _ in points), default=0.0) if end is None else end
     return means(points, lambda tokens: math.ceil(tokens / end * num_bins))

@@ -44,7 +44,7 @@ class Standing:
             are done; stopped: as it was asked to, with a checkpoint; cancelled: its job was, and saved nothing for it;
             failed: it ended with an error; killed: its process is gone and never said that it ended; unknown: from
             before ends were recorded.
-        detail: by whom and since when, in words; empty where there is nothing to say.
+        detail: words on who and since when; empty where there is nothing to say.
         seen: its process was looked for, or it said itself that it has ended.
     """
 

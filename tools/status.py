@@ -55,12 +55,12 @@ class Line:
         run: its folder.
         name: name in the configuration.
         step, num_steps: steps done, and to be done.
-        tokens: seen in training.
+        tokens: tokens seen in training.
         loss, validation_loss: the newest ones, in nats per token.
         checkpoint: step of the newest complete checkpoint.
         state, detail: standing of the run (`tools.run_status.Standing`).
         metric_age_s: seconds since the metrics were written.
-        stage: in which the last step was taken, in a run of stages.
+        stage: stage in which the last step was taken, in a run of stages.
         dropped_out: memories that have collapsed or are silent, in words.
     """
 

@@ -22,7 +22,7 @@ def mix(counter: Tensor, key: int) -> Tensor:
 
     Args:
         counter: int64, any shape.
-        key: in [0, 2^63).
+        key: start of the stream, in [0, 2^63).
 
     Returns:
         int64 of the same shape; all 64 bits are uniform.

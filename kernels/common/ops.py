@@ -27,7 +27,7 @@ def custom_op(
     """Decorator that makes a function of tensors an op. Calls give arguments by position, or by name.
 
     Args:
-        name: in PyTorch's namespace `megamem`.
+        name: name in PyTorch's namespace `megamem`.
         fake: allocates the results, for tensors without data; None: the op returns nothing.
         mutates: names of arguments that are written to.
         schema: signature, with such arguments as `Tensor(a!)`; None: that of the function's annotations.

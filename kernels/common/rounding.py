@@ -25,7 +25,7 @@ class Rounding:
     """Random numbers of one rounding of a part of a table.
 
     Attributes:
-        key: in [0, 2^63), another one for every table and rounding.
+        key: number in [0, 2^63), another one for every table and rounding.
         first_row, first_column: place of the part in the whole table.
     """
 
@@ -58,9 +58,9 @@ def random_bits(rows: Tensor, first_column: int, num_columns: int, key: int) -> 
 
     Args:
         rows: [R] int64, in the whole table.
-        first_column: in the whole table.
+        first_column: number of the first column in the whole table.
         num_columns: C.
-        key: in [0, 2^63).
+        key: number in [0, 2^63).
     """
     numbers = (rows >> 32).to(torch.int32).mul_(_GOLDEN_GAMMA) ^ rows.to(torch.int32)
     of_row = _mix(_mix(numbers ^ _signed(key >> 32)) + _signed(key))

@@ -23,7 +23,7 @@ class TableScale:
     """The scale of a table (`table.scale`).
 
     Attributes:
-        value: in (0, 1], known to the host without a look at a device.
+        value: number in (0, 1], known to the host without a look at a device.
     """
 
     def __init__(self) -> None:

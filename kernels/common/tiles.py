@@ -69,7 +69,7 @@ def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     Args:
         width: columns of a column group.
         num_reads: J.
-        num_programs: with one program per token and column group.
+        num_programs: number of programs, if each has one token and column group.
     """
     columns = columns_of(width)
     num_warps = 8 if num_programs < _FEW_PROGRAMS else 4
@@ -166,7 +166,7 @@ def norm_tile(width: int) -> Tile:
     """Tile of `rms_norm`: whole rows, sixteen elements of them per thread.
 
     Args:
-        width: at most `MAX_NORM_COLUMNS`.
+        width: columns of a row, at most `MAX_NORM_COLUMNS`.
     """
     columns = _power_of_two(width)
     num_warps = min(16, max(4, columns // (_WARP * 16)))

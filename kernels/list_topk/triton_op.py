@@ -265,7 +265,7 @@ def select_in_two_stages(
     Args:
         row_scores: [T, H, N], or with directions [T, H, N, R]; fp32. With directions also bf16, which
             is widened in registers.
-        column_scores: like them.
+        column_scores: scores of the shape and dtype of `row_scores`.
         directions: directions of the rows' rank and of the columns', [H, R] each, contiguous; None: keys are ranked by
             their scores.
         row_top_k: M.

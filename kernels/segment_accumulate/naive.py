@@ -33,7 +33,8 @@ def segment_accumulate(
         coef: [T, J, C].
         vec: [T, B W].
         bins: [T, J], int32 or int64 in [0, B), or None if B is 1.
-        rounding: for a bf16 accumulator, whose rows are added to in fp32 and rounded stochastically, once each.
+        rounding: random numbers for a bf16 accumulator, whose rows are added to in fp32 and rounded stochastically,
+            once each.
     """
     if rounding is not None:
         sums = accumulator.float()

@@ -50,7 +50,7 @@ def shuffled_rows(
         entries, num_keys, round_keys: arguments of `shuffled`.
         num_rows: rows of the window, in [1, num_bank_rows].
         first_row: first row of the window, in [0, num_bank_rows).
-        num_bank_rows: in [1, 2^62).
+        num_bank_rows: rows of the bank, in [1, 2^62).
         with_blocks: return the blocks, too.
 
     Returns:

@@ -77,7 +77,7 @@ def distances(
     embedding first, and then after each block.
 
     Returns:
-        By category the mean distance, and the mean of the distance over the mean length of both states.
+        Mean distance, and mean of the distance over the mean length of both states, by category.
     """
     watched: list[Tensor] = []
     blocks = list(model.decoder.layers)

@@ -33,7 +33,7 @@ class HeadImportance:
 
     Attributes:
         scores: [readings of the loss, blocks, heads] float64, in the order of `READINGS`.
-        num_examples: over which they are means.
+        num_examples: number of examples that the scores are means over.
     """
 
     scores: Tensor

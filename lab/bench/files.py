@@ -49,8 +49,8 @@ def bench_files_rank(
 
     Args:
         config: configuration of any place.
-        on_device: with tables on the device, which come first if they have room; None: they are left out.
-        places: with tables in files, by their folder.
+        on_device: configuration with tables on the device, which comes first if it has room; None: it is left out.
+        places: configurations with tables in files, by their folder.
     """
     found: dict[str, Measured | None] = {}
     with session(config) as groups:

@@ -39,7 +39,7 @@ class RangeTimes:
     """Times of one or more steps.
 
     Attributes:
-        seconds: by range.
+        seconds: time of each range.
         entries: number of times that each range was entered.
         num_steps: steps behind both.
     """

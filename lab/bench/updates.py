@@ -75,7 +75,7 @@ def bench_updates_rank(
 
     Args:
         sizes: the configurations of each, by the names of their ways.
-        page: for the report; None: it is only printed.
+        page: page for the report; None: it is only printed.
         command: command that makes the report again.
     """
     done: list[dict[str, Case]] = []

@@ -89,7 +89,7 @@ class Check:
         Args:
             output: the page.
             num_gpus: GPUs of this machine; 0: one rank on the CPU stands for a GPU.
-            minutes: after which no check is started.
+            minutes: time after which no check is started.
         """
         self._plan, self._output = plan, output
         self._num_gpus, self._deadline = max(1, num_gpus), time.monotonic() + 60 * minutes

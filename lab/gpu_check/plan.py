@@ -46,7 +46,7 @@ class Trial:
         name: name of the trial; others refer to it.
         config: configuration of the run, on tokens that follow a rule.
         num_ranks: one per GPU.
-        on_cpu: on the CPU of the machine, instead of its GPUs.
+        on_cpu: train on the CPU of the machine, instead of its GPUs.
         like: the trial whose losses it must have.
         tolerance: largest difference of a loss; 0: the same bits.
         holds: the memory that stays allocated is held against the formula.
@@ -66,8 +66,8 @@ class Command:
     """A command whose output belongs on the page.
 
     Attributes:
-        words: behind `python -m`; it is optional where a package of the first one's name is missing. `FOLDER` in a word
-            stands for a folder that commands of a check share.
+        words: command line behind `python -m`; it is optional where a package of the first one's name is missing.
+            `FOLDER` in a word stands for a folder that commands of a check share.
         num_gpus: GPUs that it needs.
     """
 
@@ -86,7 +86,7 @@ class Plan:
         first: commands by title, before the trials.
         resumed: a configuration that is trained, killed and resumed by the command line, after the first commands.
         trials: a trial follows the one that it is like.
-        commands: by title, after the trials.
+        commands: commands by title, after the trials.
     """
 
     trials: tuple[Trial, ...]

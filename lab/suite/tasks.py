@@ -39,7 +39,7 @@ class Problem:
     """A text around a filler, and a question about it.
 
     Attributes:
-        statements: in their order, each with its place: the share of the filler that stands before it.
+        statements: statements in their order, each with its place: the share of the filler that stands before it.
         question: end of the text.
         answer: text that follows the question.
         wrong: other answers, the likely mistakes first.

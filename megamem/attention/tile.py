@@ -62,9 +62,9 @@ def tile_gradients(
 
     Args:
         grad_out: gradient of the output over all keys [b, n, q, d].
-        query: with `key`, `value`, `causal` and `scale` as in `tile_attention`.
+        query: queries; `key`, `value`, `causal` and `scale` go with them, as in `tile_attention`.
         out: the output over all keys, of which the tile has some [b, n, q, d].
-        normaliser: over all keys [b, n, q].
+        normaliser: normalisers over all keys [b, n, q].
     """
     if query.device.type == "cpu":
         one_head = _one_key_head(query, key, value)

@@ -48,10 +48,10 @@ class InitialOutput:
         calibration: statistics of its scores; None where it calibrates nothing.
         table_std: standard deviation of the elements of its tables (sigma_V).
         predicted_std: standard deviation of its output, by its family's formula; None where there is none.
-        measured_std: over the sample.
+        measured_std: standard deviation of its output over the sample.
         ffn_std: measured standard deviation of the output of the dense feed-forward beside it; None where there is
             none.
-        num_tokens: the sample.
+        num_tokens: tokens of the sample.
     """
 
     block: int

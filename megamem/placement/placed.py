@@ -19,7 +19,7 @@ class PlacedMemory:
 
     Attributes:
         memory: config of its family.
-        number: among the layers of its family.
+        number: place among the layers of its family.
         span: the block that it reads in, and the one after which it adds.
         view: view of its bank, by the model's number.
     """
@@ -40,7 +40,7 @@ class Placed:
     """All memory layers of a model.
 
     Attributes:
-        layers: in the order of their blocks.
+        layers: layers in the order of their blocks.
         banks: banks of all families, whose layers are numbers in `layers`.
         families: config of each bank's family.
     """

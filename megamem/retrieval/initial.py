@@ -157,7 +157,7 @@ def memory_variance(
         score_square: E[s^2] of the retrieved scores: 1 + sigma_s^2 where their mean is 1.
         pre_input_variance: variance of the projected input; None: a.
         value_proj_variance: variance of the value projection's weights; None: std^2, in the model that the search of
-            muP
+            muP trains.
     """
     pre_input_variance = linear_output_variance(model) if pre_input_variance is None else pre_input_variance
     value_proj_variance = model.narrow_std**2 if value_proj_variance is None else value_proj_variance

@@ -57,7 +57,7 @@ class FetchedRows:
     ) -> None:
         """
         Args:
-            records: in memory, or mapped from a file.
+            records: rows of the table, encoded, in memory or mapped from a file.
             part: number of the columns' part that this rank holds, of `num_parts` equal ones.
         """
         width = codec.width // num_parts

@@ -72,7 +72,7 @@ class Index:
     Attributes:
         stored: global shapes and dtypes, by name.
         items: the parts of each tensor, which do not overlap, by name.
-        objects: by name what is no tensor, and was written by other programs.
+        objects: objects that are no tensors, and were written by other programs, by name.
     """
 
     stored: Mapping[str, StoredTensor]

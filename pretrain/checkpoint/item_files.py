@@ -106,7 +106,7 @@ class FileWriters:
             folder: exists.
             rank: files are named `__<rank>_<number>.distcp`.
             data: the items, which must not change meanwhile.
-            num_threads: at work; there are up to twice as many files.
+            num_threads: threads at work; there are up to twice as many files.
         """
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")

@@ -34,7 +34,7 @@ class Target:
     Attributes:
         region: rectangle of the stored tensor.
         global_shape: shape that the stored tensor has to have.
-        data: in the region's shape, filled in place, of any dtype.
+        data: tensor in the region's shape, of any dtype, filled in place.
         rounded_to: a dtype that every element is cast to on its way; None: straight to that of `data`.
         rows: a region with a number per row fills `data` [rows, columns] by "spread"ing each over its row; one
             [rows, columns] fills `data` [rows] by the "mean" of each row, all of whose columns it has.

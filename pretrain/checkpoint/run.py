@@ -139,7 +139,8 @@ def _state_targets(shards: Sequence[ShardedTensor], index: Index, scales: Mappin
     """Targets of main weights, moments and scales. Where the weights were not trained, they are the main weights.
 
     Args:
-        scales: in the checkpoint, see `scales_in`. Main weights that have one here take what is stored and the scale.
+        scales: scales in the checkpoint (`scales_in`). Main weights that have one here take what is stored and the
+            scale.
     """
     scaled_here = {shard.key.removeprefix(SCALE_PREFIX) for shard in shards if shard.key.startswith(SCALE_PREFIX)}
     for shard in shards:

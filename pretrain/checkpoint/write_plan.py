@@ -71,7 +71,7 @@ def plan_writes(held: Sequence[Iterable[HeldShard]], rank: int, item_bytes: int 
     """One rank's part in writing the shards of all ranks.
 
     Args:
-        held: by rank.
+        held: shards that each rank holds, by rank.
         rank: the rank that writes this part.
         item_bytes: largest item, unless a single element is larger.
     """

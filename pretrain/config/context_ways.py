@@ -23,9 +23,10 @@ class ContextCosts:
     """Bytes of the attention of one layer and microbatch on one rank.
 
     Attributes:
-        forward: sent to other ranks in a forward pass; it receives as much.
-        backward: in the backward pass.
-        kept: for backward: queries, keys, values, outputs, and normalisers where `megamem.attention.blockwise` attends.
+        forward: bytes sent to other ranks in a forward pass; it receives as much.
+        backward: bytes sent to other ranks in a backward pass.
+        kept: bytes kept for backward: queries, keys, values, outputs, and normalisers where
+            `megamem.attention.blockwise` attends.
     """
 
     forward: int

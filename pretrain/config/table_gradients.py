@@ -24,7 +24,7 @@ class Choice:
 
     Attributes:
         taken: the gradients.
-        reason: in words.
+        reason: words on why.
     """
 
     taken: Literal["dense", "rows"]

@@ -29,7 +29,7 @@ class Update:
     """An update of parameters, by the state that it keeps beside their weights.
 
     Attributes:
-        name: for people.
+        name: name for people.
         per_element: fp32 tensors in the parameter's shape.
         per_row: fp32 tensors with a number per row of the parameter.
         has_main_weights: weights of fewer bits have fp32 main weights, which are rounded to them. Without them the

@@ -51,7 +51,7 @@ class ChatTemplate:
     """Template by which a model reads conversations.
 
     Attributes:
-        source: in Jinja's language.
+        source: text in Jinja's language.
         special_tokens: texts of those that it names, such as `bos_token`.
     """
 
@@ -85,7 +85,7 @@ class ChatTemplate:
         Args:
             messages: messages of JSON's kinds.
             now: the moment that the template is told it is.
-            asks: with what a server writes before an answer.
+            asks: add what a server writes before an answer.
 
         Raises:
             ValueError: the template fails on it, or refuses it.

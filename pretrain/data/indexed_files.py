@@ -39,7 +39,7 @@ class Document(NamedTuple):
     """A tokenised document.
 
     Attributes:
-        ids: with the end-of-document id.
+        ids: token ids, the end-of-document id included.
         text_bytes: UTF-8 bytes of its text.
         scored: flags of the ids; None: all are scored.
         unscored_bytes: UTF-8 bytes of the text of those that are not.

@@ -27,7 +27,7 @@ def permuted(index: int, size: int, key: int) -> int:
     places lie outside, so for large sizes hardly any does.
 
     Args:
-        index: in [0, size).
+        index: a number in [0, size).
         key: key of the permutation.
     """
     assert 0 <= index < size

@@ -54,7 +54,7 @@ def open_scored(prefix: Path, kind: ScoredFile, starts: NDArray[np.int64], unit:
     Args:
         prefix: path of the split's files without their endings.
         starts: [documents], the first token of each.
-        unit: in which `starts` counts, per token.
+        unit: difference in `starts` from one token to the next.
     """
     file = scored_path(prefix, kind)
     dtype = _PROMPT if kind == "prompts" else np.dtype(np.uint8)

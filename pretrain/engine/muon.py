@@ -84,7 +84,7 @@ class Unit:
         spread: spread of the parameter over replicas.
         start, stop: places of the rows in the flattened parameter, alike on every tensor-parallel rank.
         tensor_ranks: ranks that have the rows: parts of the same matrices if `dim` is a dimension, else copies.
-        dim: in which the parts are joined; None: the first is whole.
+        dim: dimension in which the parts are joined; None: the first is whole.
         rows: numbers of rows of the whole that belong to its matrices in turn, over and over.
     """
 
@@ -239,7 +239,7 @@ class _OfOwner:
     """A piece of a unit that this rank owns.
 
     Attributes:
-        share: in which it is.
+        share: the share that it lies in.
         inside: its place in the share.
         buffer: its place among the pieces of a round that this rank owns.
         scales: (place in the share, s) of its runs.

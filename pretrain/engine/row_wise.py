@@ -45,7 +45,7 @@ class Place:
 
     Attributes:
         name: the table's, in checkpoints.
-        first_row, first_column: in the whole table.
+        first_row, first_column: its place in the whole table.
         width: columns of the whole table.
         kernels: kernels of its bank.
     """
@@ -111,7 +111,7 @@ class RowWise(UpdateRule):
         """Take over the shares, with second moments at zero.
 
         Args:
-            settings: for beta2 and epsilon.
+            settings: keys of the optimizer, of which beta2 and epsilon are read.
             seed: seed of the random numbers of rounding.
             places: places of all tables.
         """

@@ -123,7 +123,7 @@ def train_step(
     Args:
         optimizer: optimizer whose groups already carry this step's learning rates.
         iterators: a stream of microbatches per chunk; all read the same samples.
-        num_microbatches: per data-parallel rank.
+        num_microbatches: microbatches per data-parallel rank.
         micro_batch_size: b.
         sequence_length: s.
         stop_requested: this rank was told to stop; one rank is enough for all to stop.

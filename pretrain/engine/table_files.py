@@ -55,7 +55,7 @@ class TableFiles:
     def __init__(self, folder: Path) -> None:
         """
         Args:
-            folder: on a local disk; made if it is missing.
+            folder: folder on a local disk; made if it is missing.
         """
         self._folder, self._mapped = folder, list[mmap.mmap]()
         self._are_whole_wanted = True

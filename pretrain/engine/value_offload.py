@@ -158,7 +158,7 @@ class _Slot:
 
     Attributes:
         gradient: fp32, filled from the device.
-        weights: in the dtype of the model's, sent to it.
+        weights: weights in the dtype of the model's, sent to it.
         arrived: the gradient is here.
     """
 

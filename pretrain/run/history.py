@@ -21,7 +21,7 @@ class Start:
         step, consumed_tokens: counters of the run as it started.
         at: UTC, as ISO 8601 has it.
         host: machine of rank 0.
-        num_ranks: over all machines.
+        num_ranks: ranks over all machines.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Incident:
     """Something that the run's owner should know of; the run went on, or stopped with these words.
 
     Attributes:
-        step: after which it was noticed.
+        step: step after which it was noticed.
         kind: non-finite, spike, rewind, slow rank, replicas, collapsed keys or silent memory.
         message: the finding, its place, and the action taken.
         at: UTC, as ISO 8601 has it.

@@ -179,7 +179,7 @@ def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Non
     """Refuse what a GPU cannot hold even without activations.
 
     Args:
-        config: without `model.vocab_size`, embeddings are not counted.
+        config: configuration of the run; without `model.vocab_size`, embeddings are not counted.
         gpu_bytes: memory of a rank's GPU, in bytes.
 
     Raises:

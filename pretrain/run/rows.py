@@ -37,7 +37,7 @@ def parse_row(line: bytes, **needed: type) -> dict[str, Any]:
     """The object of a line.
 
     Args:
-        line: without or with its end.
+        line: bytes of a line, with or without its end.
         needed: keys that it must have, and the types of their values.
 
     Raises:

@@ -141,9 +141,9 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
     """Differences between the configuration of a checkpoint and the one to go on with.
 
     Args:
-        config: to go on with.
+        config: configuration to go on with.
         saved: the checkpoint.
-        as_new_run: in another folder, which the run's seed may leave as the model may not.
+        as_new_run: go on in another folder, which the run's seed may leave as the model may not.
 
     Returns:
         "key: before -> now" of every difference, but for the place of a stage.

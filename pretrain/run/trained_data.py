@@ -33,7 +33,7 @@ def check_trained_data(config: RunConfig, saved: SavedState, datasets: Sequence[
     data of one before it, it is the data of that one. `data.allow_change` lets data be another; a tokenizer never may.
 
     Args:
-        config: to go on with: that of the stage that trains next, or of one after it.
+        config: configuration to go on with: that of the stage that trains next, or of one after it.
         saved: the checkpoint.
         datasets: data sets of `data.datasets`, in its order.
 

@@ -299,7 +299,8 @@ def test_an_effect_at_import_is_found() -> None:
 QUESTIONS = "of|what|which|whose|where|how|who|when|why|whether"
 BEGINS_A_FRAGMENT = re.compile(rf"\s*({QUESTIONS})\b.*", re.IGNORECASE)
 GOES_ON = re.compile(r"\s*(the same|those|that of)\b.*", re.IGNORECASE)
-BEGINS_NO_ENTRY = re.compile(rf"\s*({QUESTIONS}|that|those|the same|see|as|it|they)\b.*", re.IGNORECASE)
+PLACES = "(after|at|by|for|from|in|of|on|over|to|with) (what|which|whom|whose)"
+BEGINS_NO_ENTRY = re.compile(rf"\s*({QUESTIONS}|{PLACES}|that|those|the same|see|as|it|they)\b.*", re.IGNORECASE)
 
 SECTION = re.compile(
     r"^(?P<indent> *)(?:Args|Attributes|Returns):\n(?P<entries>(?:(?P=indent) {4}.*\n|\s*\n)+)", re.MULTILINE
@@ -418,7 +419,7 @@ def test_a_first_line_that_goes_on_from_elsewhere_is_found() -> None:
 def test_an_entry_that_does_not_stand_alone_is_found() -> None:
     text = (
         'class C:\n    """A class. See `g`.\n\n    Attributes:\n        a: number of it.\n        b, c: Those of it: of\n'
-        '            that: see it.\n        d:\n            as it is\n\n        e: asked for."""\n'
+        '            that: see it.\n        d:\n            as it is\n\n        e: in which it is."""\n'
         '    f: int\n    """See `g`.\n\n    They stay."""\n    h: int\n    """Seed."""\n'
         'def k():\n    """\n    Args:\n        *l: whichever; none: of nothing.\n        **m: It is.\n\n    Returns:\n'
         "        The same as `k`,\n        of whom: some.\n        n: which it is.\n\n    Raises:\n        E: it is none.\n"
@@ -427,6 +428,7 @@ def test_an_entry_that_does_not_stand_alone_is_found() -> None:
     assert sorted(entry_fragments(ast.parse(text)), key=itemgetter(1)) == [
         ("Those of it: of", 6),
         ("as it is", 9),
+        ("in which it is.", 11),
         ("See `g`.", 13),
         ("It is.", 22),
         ("The same as `k`,", 25),

@@ -32,7 +32,7 @@ class Line:
     Attributes:
         label: name under the pointer.
         colour: CSS.
-        points: at least one.
+        points: points of the line; at least one.
         dash: 0: solid; 1 and 2: other patterns.
         band: fill between the least and the most of each range.
         dots: a dot at each point, and no line.

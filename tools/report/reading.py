@@ -63,9 +63,9 @@ class Metrics:
 
     Attributes:
         step, tokens: step of the last row of a step, and the tokens seen by then.
-        figures: by their names in the rows.
-        of_blocks: by name, then by block number: figures of memories and experts. Singular values, by head in the
-            rows, are `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
+        figures: columns by their names in the rows.
+        of_blocks: columns by name, then by block number: figures of memories and experts. Singular values, by head in
+            the rows, are `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
         skipped: tokens at the rows by which steps had been skipped, and how many since the row before.
         domains: bits per byte of each domain of the held-out documents, where there are several.
         stages: tokens at which the stages of a run of stages begin, and their names.

@@ -29,8 +29,8 @@ class Addresses:
 
     Attributes:
         own: loss with the rows that it was trained to read.
-        others: with rows that tokens of other sequences ask for (`model.memory.control: others_rows`).
-        without: with a memory that adds nothing.
+        others: loss with rows that tokens of other sequences ask for (`model.memory.control: others_rows`).
+        without: loss with a memory that adds nothing.
         gains: leads of own rows over others', by how often a token comes in training, the rarest first; None: no
             held-out token is of the bin.
     """

@@ -58,10 +58,10 @@ class Comparison:
         Args:
             seeds: seeds of the weights.
             run_dir: folder of the runs.
-            page: for the report.
+            page: page for the report.
             command: command that makes the report again.
             controls: controls that models with a memory will have.
-            target_loss: in nats per token, which models are to reach; None: there is none.
+            target_loss: loss in nats per token, which models are to reach; None: there is none.
             at_once: runs that train side by side.
 
         Raises:

@@ -80,7 +80,7 @@ class Growth:
 
     Attributes:
         continued: keys of the training after growing, whichever the way.
-        ways: to grow.
+        ways: ways to grow.
     """
 
     continued: Mapping[str, Any]
@@ -163,7 +163,7 @@ class GrowthComparison:
             seeds: seeds of the model's weights, and of what is drawn when it is grown.
             num_ranks: None: as many as the layout needs.
             run_dir: folder of the runs.
-            page: for the report.
+            page: page for the report.
             command: command that makes the report again.
 
         Raises:
@@ -247,7 +247,7 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
 
     Args:
         base: configuration that the model was trained with.
-        overrides: over all else, but for what the way trains.
+        overrides: overrides of all else, but for what the way trains.
 
     Raises:
         ConfigError: the model cannot be grown so, or a key is wrong.

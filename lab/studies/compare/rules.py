@@ -77,7 +77,7 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
     """Refuse models that would not see the same tokens.
 
     Args:
-        configs: by the path of their file.
+        configs: configurations by the path of their file.
 
     Raises:
         ConfigError: naming the key and the values, or the name that two of them share.

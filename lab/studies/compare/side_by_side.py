@@ -31,7 +31,7 @@ class Job:
     """Work that needs nothing of its neighbours.
 
     Attributes:
-        what: in words.
+        what: name of the work, in words.
         screen: file that gets what it prints, appended to; its folder is made.
         work: raises RunStopped or UserError if it does not come to its end.
         num_steps: training steps in it, by which the time that others take is told.
@@ -59,7 +59,7 @@ def run_side_by_side(jobs: Sequence[Job], at_once: int, num_ranks: int) -> None:
     are passed on. If one fails the others are stopped as by a signal, and the end of its screen is shown.
 
     Args:
-        jobs: in the order in which they start.
+        jobs: jobs in the order in which they start.
         at_once: most jobs that run at a time.
         num_ranks: ranks that a job starts at a time.
 

@@ -30,8 +30,8 @@ class Reached:
     """The place in a run where its validation loss reaches the target.
 
     Attributes:
-        tokens: by linear interpolation between the evaluations before and after; those of the first one if it is there
-            already.
+        tokens: tokens seen by then, by linear interpolation between the evaluations before and after; those of the
+            first one if it is there already.
         seconds: time of the steps so far, without evaluations and saves; None where the run's metrics lack one's.
     """
 
@@ -109,7 +109,7 @@ def verdict(
     """A sentence on whether a model reaches the target sooner.
 
     Args:
-        own: by seed.
+        own: places in the model's runs, by seed.
         reference: places in the reference's runs with the same seeds.
         end: end of a whole run of the reference, which one that does not reach the target is taken to need; its seconds
             may be missing.

@@ -32,8 +32,8 @@ class Tuning:
         num_trials: runs per model, the first with its own settings.
         num_steps: steps of each.
         seed: seed of their weights.
-        values: by key, in the order in which they are tried. Several keys joined by commas are set together, and each of
-            their values is a list of as many.
+        values: values by key, in the order in which they are tried. Several keys joined by commas are set together, and
+            each of their values is a list of as many.
     """
 
     num_trials: int

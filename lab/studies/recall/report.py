@@ -59,7 +59,7 @@ def report(
 
     Args:
         config: configuration of any of the models, which train alike.
-        notes: on models that are not in the table.
+        notes: sentences on models that are not in the table.
     """
     train = config.train
     on_others = "".join(f"- {note}\n" for note in notes) + "\n" * bool(notes)

@@ -31,7 +31,7 @@ class Told:
     """A model that is told so many facts.
 
     Attributes:
-        config: with the facts as its data; its seed is that of weights, facts and their order.
+        config: configuration with the facts as its data; its seed is that of weights, facts and their order.
         number: number of the facts.
         folder: folder of its run.
         num_ranks: ranks that train and ask.

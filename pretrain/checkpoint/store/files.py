@@ -78,7 +78,7 @@ def write_files(
     """Write the files that the folder does not have yet.
 
     Args:
-        folder: to write into; with the journal of the same request, its finished files are kept.
+        folder: folder to write into; with the journal of the same request, its finished files are kept.
         reader: reader of the tensors in the files.
         request: all that the files follow from, as plain values.
         num_workers: threads; each writes a file of its own.

@@ -199,7 +199,7 @@ class SafetensorsFile:
 
     Attributes:
         name: name of the file.
-        tensors: in it.
+        tensors: shapes and dtypes of its tensors, by name.
     """
 
     name: str

@@ -54,7 +54,7 @@ class StateDictFile:
 
     Attributes:
         name: name of the file.
-        tensors: in it.
+        tensors: shapes and dtypes of its tensors, by name.
     """
 
     name: str

@@ -40,7 +40,7 @@ class TorchDistFile:
 
     Attributes:
         name: name of the file in the index's folder.
-        parts: in the order in which they are written.
+        parts: regions in the order in which they are written.
         num_bytes: bytes of the tensors in it.
     """
 

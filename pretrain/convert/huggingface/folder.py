@@ -73,7 +73,7 @@ def write_small_files(
         folder: exists.
         tokenizer: the run's.
         vocab_size: token ids before padding.
-        figures: for the card.
+        figures: figures for the card.
         table_bits: bits of an element of the memory's tables; None: they have the dtype of weights.
 
     Raises:
@@ -185,7 +185,7 @@ class Imported:
         config: configuration of a run that goes on with it, with `model.vocab_size` set; a default where the folder
             says nothing.
         tensors: its weights under our global names; rows that pad the vocabulary are 0.
-        tokenizer: with which to prepare data for it.
+        tokenizer: tokenizer that prepares data for it.
     """
 
     config: RunConfig

@@ -62,7 +62,7 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
     """The model that the arguments describe; options that they leave out have Megatron-LM's defaults.
 
     Args:
-        arguments: by name.
+        arguments: values by name.
         origin: name of the arguments in messages.
 
     Raises:

@@ -227,7 +227,7 @@ def as_released(ours: TensorReader, model: ModelConfig, release: str, *, seed: i
     """Weights of ours under a release's names.
 
     Args:
-        ours: by global names.
+        ours: our tensors, by global name.
         model: the model's config.
         release: `ULTRAMEMV2_RELEASE` or `META_RELEASE`.
         seed: the run's, which keys the shuffles. The release stores them.

@@ -215,7 +215,7 @@ class MegamemBank(nn.Module):
         """Map the tables that are no parameters from the weights' files.
 
         Args:
-            folder: with the files, or its name on the hub.
+            folder: folder of the files, or its name on the hub.
             where: further arguments of `cached_file`.
         """
         if self.config.memory_device is None:

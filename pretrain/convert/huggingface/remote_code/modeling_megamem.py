@@ -169,9 +169,9 @@ class MegamemBlock(GradientCheckpointingLayer):
         Args:
             tokens: the tokens, in the forms in which memories that they address read them.
             query: the normalised stream of the block that the memory reads with, if that is an earlier one.
-            cache: by the name that this version of transformers has for it, as is `past_key_values`. Where blocks are
-                recomputed, transformers takes it away by that name.
-            kwargs: for attention.
+            cache: the cache, by the name that this version of transformers has for it, as is `past_key_values`. Where
+                blocks are recomputed, transformers takes it away by that name.
+            kwargs: arguments of attention.
         """
         tokens = Tokens() if tokens is None else tokens
         cache = past_key_values if cache is None else cache
@@ -322,7 +322,7 @@ class MegamemModel(MegamemPreTrainedModel):
                 which does not tell memories of n-grams where a text begins: `position_ids` do.
             past_key_values, cache: one and the same, as transformers before 5.24 names it, and since.
             position_ids: [b, s]. Without a mask and a cache, documents that begin at 0 do not see each other.
-            kwargs: for attention.
+            kwargs: arguments of attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
