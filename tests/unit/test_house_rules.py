@@ -350,7 +350,7 @@ def going_on(tree: ast.Module) -> list[tuple[str, int]]:
 
 
 def entries(text: str) -> Iterator[tuple[str, int]]:
-    """Texts behind the names in sections of a docstring, and the first one of a result, with the number of their line."""
+    """Texts behind the names in sections of a docstring, and the first one of a result, with the lines before each."""
     text += "\n"
     for section in SECTION.finditer(text):
         before, within = text.count("\n", 0, section.start("entries")), textwrap.dedent(section["entries"])
