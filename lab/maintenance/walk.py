@@ -24,7 +24,8 @@ from typing import Any
 from megamem.config_base import Config, field_specs
 from parallel.devices import hide_gpus
 from parallel.launch import launch_ranks
-from pretrain.config.source import Node, apply_overrides, dump_yaml, read_with_bases, to_plain
+from pretrain.config.bases import read_with_bases
+from pretrain.config.source import Node, apply_overrides, dump_yaml, to_plain
 from pretrain.config.stages import read_run
 from pretrain.planning.dryrun.lines import our_path
 from pretrain.run.folder import RunFolder

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megamem.config_base import KIND, Config, FieldSpec, field_specs
+from pretrain.config.bases import BASE_KEY, read_with_bases
 from pretrain.config.keys import (
     KINDS,
     Ineffective,
@@ -37,7 +38,7 @@ from pretrain.config.keys import (
 )
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import (
-    BASE_KEY,
+    SIZE_KEY,
     Layer,
     Node,
     apply_overrides,
@@ -47,7 +48,6 @@ from pretrain.config.source import (
     from_plain,
     kind_of,
     node_at,
-    read_with_bases,
     to_plain,
     without,
 )
@@ -312,9 +312,14 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
     key, section = printable(_key(loc)), ".".join(path) or "the configuration"
     if key == BASE_KEY:
         return "base names the file below this one: it can only stand at the top of a configuration file"
+    if key == SIZE_KEY:
+        return (
+            f"{key} fills keys where a configuration file is read, and this run is stored with its own: change those, as in "
+            "model.num_layers"
+        )
     if key in _FORMER:
         return f"{key} is no longer read: {_FORMER[key]}"
-    valid = list(all_keys(root))
+    valid = [*all_keys(root), *([SIZE_KEY] if root is RunConfig else [])]
     if "." in name and key in valid:
         return f"unknown key {key!r}: in a file, write {name.partition('.')[0]} as a section and nest the rest"
     close = nearest_keys(key, valid)

@@ -1,10 +1,10 @@
-"""Files, their bases and overrides to one tree of located values, and back to text.
+"""A file and overrides to one tree of located values, and back to text.
 
 Every value remembers the file and line (or the override) that it came from, so that an error can point there. Scalars
 follow YAML 1.2: `1e-3` is a number, `on`, `yes` and `2024-01-01` are text. PyYAML's own rules are those of YAML 1.1.
 
-`base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key,
-lists are replaced, `null` removes a section, and a mapping over null starts from the defaults again.
+Mappings merge key by key, lists are replaced, `null` removes a section, and a mapping over null starts from the defaults
+again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,11 @@ from typing import Any
 
 import yaml
 
-from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
 
-BASE_KEY = "base"
 STAGES_KEY = "stages"
+SIZE_KEY = "model.size"
 Scalar = None | bool | int | float | str
 
 
@@ -341,53 +339,6 @@ def kind_of(node: Node) -> str:
         return f"{value} (a number)"
     shown = value if len(value) <= 80 else value[:77] + "..."
     return f"{shown!r} (text)"
-
-
-def read_with_bases(path: Path) -> Node:
-    """The file laid over its bases; only its own values count as `Layer.FILE`.
-
-    Raises:
-        ConfigError: a file is missing or malformed, or the bases form a cycle.
-    """
-    return _read(path, Layer.FILE, chain=())
-
-
-def _read(path: Path, layer: Layer, chain: tuple[Path, ...]) -> Node:
-    if path.resolve() in [earlier.resolve() for earlier in chain]:
-        names = " -> ".join(str(step) for step in (*chain, path))
-        raise ConfigError(f"the bases of {chain[0]} form a cycle: {names}. Remove one `base:`")
-    if not path.exists():
-        raise ConfigError(_missing_message(path, chain))
-    node = read_yaml_file(path, layer)
-    assert isinstance(node.value, dict)
-    bases = _base_paths(path, node)
-    own = replace(node, value={key: child for key, child in node.value.items() if key != BASE_KEY})
-    merged: Node | None = None
-    for base in bases:
-        below = _read(base, Layer.BASE, (*chain, path))
-        merged = below if merged is None else merge(merged, below)
-    return own if merged is None else merge(merged, own)
-
-
-def _base_paths(path: Path, node: Node) -> list[Path]:
-    assert isinstance(node.value, dict)
-    if BASE_KEY not in node.value:
-        return []
-    base = node.value[BASE_KEY]
-    entries = base.value if isinstance(base.value, list) else [base]
-    paths = []
-    for entry in entries:
-        if not isinstance(entry.value, str) or not entry.value:
-            raise ConfigError(
-                f"{entry.origin}: base is {kind_of(entry)}, expected the path of a configuration file or a list of them"
-            )
-        paths.append(Path(os.path.normpath(path.parent / os.path.expanduser(entry.value))))
-    return paths
-
-
-def _missing_message(path: Path, chain: tuple[Path, ...]) -> str:
-    wanted_by = f" (the base of {chain[-1]})" if chain else ""
-    return f"there is no configuration file {path}{wanted_by}{did_you_mean_path(path).removesuffix('.')}"
 
 
 def apply_overrides(node: Node, overrides: Sequence[str]) -> Node:

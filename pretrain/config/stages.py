@@ -25,20 +25,21 @@ from pydantic import PositiveInt
 
 from megamem.config_base import Advice, Config, field_specs
 from megamem.identity import Role
+from pretrain.config.bases import read_with_bases
 from pretrain.config.keys import role_of
 from pretrain.config.loader import build, config_changes, join_problems, settle, to_dict
 from pretrain.config.position import position_in_data, samples_until, steps_for_tokens
 from pretrain.config.schema import PLAIN_NAME, RunConfig, StageConfig, TrainConfig
+from pretrain.config.sized import Filled, fill, override
 from pretrain.config.source import (
+    SIZE_KEY,
     STAGES_KEY,
     Layer,
     Node,
-    apply_overrides,
     find,
     from_plain,
     kind_of,
     merge,
-    read_with_bases,
     without,
 )
 from pretrain.config.suggest import did_you_mean
@@ -95,10 +96,17 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class RunSource:
-    """Text that describes a run: the tree of its file and bases, and the same with overrides laid over it."""
+    """Text that describes a run.
+
+    Attributes:
+        in_file: the tree of its file and bases.
+        tree: the same with overrides laid over it.
+        filled: what followed from the tree's size; None where it has none.
+    """
 
     in_file: Node
     tree: Node
+    filled: Filled | None = None
 
     @property
     def name(self) -> str:
@@ -136,11 +144,20 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None 
         stage: name of the stage whose own entry gets those of them that it would override.
 
     Raises:
-        ConfigError: a file or an override cannot be read.
+        ConfigError: a file, an override or a size cannot be read.
     """
     in_file = read_with_bases(Path(path))
     texts = overrides if stage is None else _set_in_stage(in_file, overrides, stage)
-    return RunSource(in_file, apply_overrides(in_file, texts))
+    tree, filled = fill(override(in_file, texts))
+    return RunSource(_filled_alone(in_file), tree, filled)
+
+
+def _filled_alone(in_file: Node) -> Node:
+    """A file's tree without overrides; as it is where they alone give its size a meaning."""
+    try:
+        return fill(in_file)[0]
+    except ConfigError:
+        return in_file
 
 
 def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, ...]:
@@ -360,6 +377,8 @@ def _split(entry: Node, key: str) -> tuple[StageEntry, Node]:
             )
     own = {name: child for name, child in entry.value.items() if name in _OWN_KEYS}
     sections = {name: child for name, child in entry.value.items() if name in _SECTIONS}
+    if (at := find(entry, SIZE_KEY.split("."))) is not None:
+        raise ConfigError(f"{at.origin}: {key}.{SIZE_KEY}: all stages have one model: write its size in the run's own model")
     if (at := find(replace(entry, value=sections), NUM_STEPS)) is not None:
         raise ConfigError(
             f"{at.origin}: {key}.train.num_steps: write the length of a stage as num_steps beside its name"

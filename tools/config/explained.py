@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING
 from typing import Any
 
@@ -13,7 +13,8 @@ from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import dump_inline, dump_yaml
+from pretrain.config.sized import FOLLOWING_KEYS, SIZE_HELP
+from pretrain.config.source import SIZE_KEY, dump_inline, dump_yaml
 from pretrain.config.stages import StageEntry
 
 _WIDTH = 100
@@ -22,7 +23,7 @@ _WIDTH = 100
 def key_lines() -> Iterator[str]:
     """Every key with type, default and help."""
     entries = [dataclasses.replace(doc, key=f"stages.N.{doc.key}") for doc in describe_fields(StageEntry)]
-    for doc in (*describe_fields(RunConfig), *entries):
+    for doc in (*_with_size(describe_fields(RunConfig)), *entries):
         if doc.is_section:
             default = {None: ", default null", (): ", default []"}.get(doc.default, "")
             yield f"\n{doc.key}: {doc.type}{default}"
@@ -33,30 +34,51 @@ def key_lines() -> Iterator[str]:
         yield from textwrap.wrap(doc.doc + condition, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def explained_lines(config: RunConfig) -> Iterator[str]:
-    """The configuration as YAML with the help text above each key; keys without effect appear as comments."""
-    docs = {doc.key: doc for doc in describe_fields(RunConfig)}
+def _with_size(docs: list[FieldDoc]) -> Iterator[FieldDoc]:
+    """Keys, and before the first that follows from it `model.size`, which a file may have and no configuration has."""
+    for doc in docs:
+        if doc.key == FOLLOWING_KEYS["num_layers"]:
+            yield FieldDoc(SIZE_KEY, "str | null", None, SIZE_HELP, None)
+        yield doc
+
+
+def explained_lines(
+    config: RunConfig, *, helps: bool = True, origin: Callable[[str], str] | None = None
+) -> Iterator[str]:
+    """The configuration as YAML with a line for each key.
+
+    Args:
+        config: of a run or a stage.
+        helps: put the help text above each key, and name keys without effect in comments.
+        origin: says where a key was set, which stands behind its value.
+    """
+    docs = {doc.key: doc for doc in describe_fields(RunConfig)} if helps else {}
     silent = {item.key: item.reason for item in ineffective_fields(config) if item.at_default}
-    yield from _explained_section(config, "", docs, silent)
+    yield from _explained_section(config, "", docs, silent, origin)
 
 
-def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], silent: dict[str, str]) -> Iterator[str]:
+def _explained_section(
+    config: Any, prefix: str, docs: dict[str, FieldDoc], silent: dict[str, str], origin: Callable[[str], str] | None
+) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for item in dataclasses.fields(config):
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
-        if not prefix and dataclasses.is_dataclass(value):
-            yield ""
+        place = f"  # {origin(key)}" if origin is not None else ""
         comment = f"{indent}# "
-        yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
+        if docs:
+            if not prefix and dataclasses.is_dataclass(value):
+                yield ""
+            yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
         if key in silent:
-            yield f"{comment}{item.name}: without effect unless {silent[key]}"
+            if docs:
+                yield f"{comment}{item.name}: without effect unless {silent[key]}"
         elif isinstance(value, Config):
             is_silent = all(f"{key}.{name}" in silent for name in field_specs(type(value)))
             yield f"{indent}{item.name}:{' {}' if is_silent else ''}"
-            yield from _explained_section(value, f"{key}.", docs, silent)
+            yield from _explained_section(value, f"{key}.", docs, silent, origin)
         elif isinstance(value, tuple) and value:
             plain = [to_dict(part) if dataclasses.is_dataclass(part) else part for part in value]
-            yield f"{indent}{item.name}:"
+            yield f"{indent}{item.name}:{place}"
             yield textwrap.indent(dump_yaml(plain).rstrip(), f"{indent}  ")
         else:
-            yield f"{indent}{item.name}: {dump_inline(value)}"
+            yield f"{indent}{item.name}: {dump_inline(value)}{place}"

@@ -14,11 +14,13 @@ from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_c
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
+from pretrain.config.sized import Filled
 from pretrain.config.table_gradients import chosen
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
+from pretrain.printable import printable
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
     if config.parallel.context > 1:
         sections.append(_context_section(config))
     return sections
+
+
+def size_section(filled: Filled) -> Section:
+    """What followed from the size of a configuration, and what would have but was set."""
+    lines = [f"{key}: {value:g}" if isinstance(value, float) else f"{key}: {value}" for key, value in filled.keys.items()]
+    lines += [f"{key}: as set ({printable(node.origin)})" for key, node in filled.kept.items()]
+    return Section(f"from model.size {filled.text} ({printable(filled.origin)})", tuple(lines))
 
 
 def _context_section(config: RunConfig) -> Section:
