@@ -120,11 +120,11 @@ def fill(node: Node) -> tuple[Node, Filled | None]:
     node = without(node, SIZE_KEY.split("."))
     if at.value is None:
         return node, None
-    size, given = _size(at), _given(node)
+    size, given = read_size(at), _given(node)
     _check(node, at, size, given)
     shape = shape_of(size, given)
     found = {**vars(shape), **vars(run_of(shape, given))}
-    # Those of whom the model's own defaults are the same.
+    # Null stands for the same.
     del found["head_dim"]
     if shape.num_query_groups == shape.num_attention_heads or _is_set(node, "model.latent_attention"):
         del found["num_query_groups"]
@@ -135,7 +135,29 @@ def fill(node: Node) -> tuple[Node, Filled | None]:
     return merge(from_plain(_nested(keys), place, Layer.BASE), node), Filled(size.text, at.origin, keys, kept)
 
 
-def size_named(text: str) -> Size | None:
+def read_size(at: Node) -> Size:
+    """The size that a value is.
+
+    Raises:
+        ConfigError: it is none, or one that the rules do not reach.
+    """
+    size = _named(at.value.strip().lower()) if isinstance(at.value, str) else None
+    if size is None:
+        meant = _meant(at)
+        raise ConfigError(
+            f"{at.origin}: {SIZE_KEY} is {kind_of(at)}, expected {_EXPECTED}{f': did you mean {meant}?' if meant else ''}"
+        )
+    if not _is_within_reach(size):
+        depths, counts = (f"d{LEAST_DEPTH}", f"d{MOST_DEPTH}"), (f"{LEAST // 10**6}m", f"{MOST // 10**9}b")
+        least, most = counts if size.depth is None else depths
+        raise ConfigError(
+            f"{at.origin}: {SIZE_KEY} is {size.text}, and the rules reach from {least} to {most}: choose one between, or "
+            f"set {FOLLOWING_KEYS['num_layers']}, {FOLLOWING_KEYS['hidden_size']} and the others yourself"
+        )
+    return size
+
+
+def _named(text: str) -> Size | None:
     """The size that a text names, within the reach of the rules or not; None if it names none."""
     if count := _COUNT.fullmatch(text):
         return Size(text, round(float(count[1]) * _UNITS[count[2]]))
@@ -144,27 +166,11 @@ def size_named(text: str) -> Size | None:
     return None
 
 
-def is_within_reach(size: Size) -> bool:
+def _is_within_reach(size: Size) -> bool:
     """True where the rules hold for a size."""
     if size.depth is not None:
         return LEAST_DEPTH <= size.depth <= MOST_DEPTH
     return LEAST <= size.target <= MOST
-
-
-def _size(at: Node) -> Size:
-    size = size_named(at.value.strip().lower()) if isinstance(at.value, str) else None
-    if size is None:
-        meant = _meant(at)
-        raise ConfigError(
-            f"{at.origin}: {SIZE_KEY} is {kind_of(at)}, expected {_EXPECTED}{f': did you mean {meant}?' if meant else ''}"
-        )
-    if not is_within_reach(size):
-        least, most = ("d4", "d60") if size.depth is not None else ("1m", "100b")
-        raise ConfigError(
-            f"{at.origin}: {SIZE_KEY} is {size.text}, and the rules reach from {least} to {most}: choose one between, or "
-            f"set {FOLLOWING_KEYS['num_layers']}, {FOLLOWING_KEYS['hidden_size']} and the others yourself"
-        )
-    return size
 
 
 def _meant(at: Node) -> str:
@@ -178,8 +184,8 @@ def _meant(at: Node) -> str:
         text = f"d{number}" if letter == "d" else f"{number}{letter if letter in _UNITS else 'm'}"
     else:
         return ""
-    size = size_named(text)
-    return text if size is not None and is_within_reach(size) else ""
+    size = _named(text)
+    return text if size is not None and _is_within_reach(size) else ""
 
 
 def _given(node: Node) -> Given:

@@ -378,7 +378,9 @@ def _split(entry: Node, key: str) -> tuple[StageEntry, Node]:
     own = {name: child for name, child in entry.value.items() if name in _OWN_KEYS}
     sections = {name: child for name, child in entry.value.items() if name in _SECTIONS}
     if (at := find(entry, SIZE_KEY.split("."))) is not None:
-        raise ConfigError(f"{at.origin}: {key}.{SIZE_KEY}: all stages have one model: write its size in the run's own model")
+        raise ConfigError(
+            f"{at.origin}: {key}.{SIZE_KEY}: all stages have one model: write its size in the run's own model"
+        )
     if (at := find(replace(entry, value=sections), NUM_STEPS)) is not None:
         raise ConfigError(
             f"{at.origin}: {key}.train.num_steps: write the length of a stage as num_steps beside its name"

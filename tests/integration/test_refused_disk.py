@@ -42,6 +42,7 @@ READERS: dict[str, str] = {
     "status": "{place}",
     "config show": "{config}",
     "config table": "{repository}/configs/ultramemv2/430m_5b.yaml",
+    "config sizes": "120m d12",
 }
 """Commands that write nothing, and so are not refused; more of them are in `OTHERS`."""
 

@@ -9,6 +9,7 @@ from pretrain.config.stages import load_config
 from tools.config.check import add_check
 from tools.config.ffn_width import add_ffn_width
 from tools.config.show import add_show
+from tools.config.sizes import add_sizes
 from tools.parameter_table import parameter_tables
 
 
@@ -23,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
     add_show(actions)
     add_check(actions)
     add_ffn_width(actions)
+    add_sizes(actions)
     table = actions.add_parser(
         "table",
         help="print parameters and costs of configurations as Markdown",

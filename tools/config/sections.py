@@ -56,8 +56,10 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
 
 
 def size_section(filled: Filled) -> Section:
-    """What followed from the size of a configuration, and what would have but was set."""
-    lines = [f"{key}: {value:g}" if isinstance(value, float) else f"{key}: {value}" for key, value in filled.keys.items()]
+    """Keys that followed from the size of a configuration, and those that would have but were set."""
+    lines = [
+        f"{key}: {value:g}" if isinstance(value, float) else f"{key}: {value}" for key, value in filled.keys.items()
+    ]
     lines += [f"{key}: as set ({printable(node.origin)})" for key, node in filled.kept.items()]
     return Section(f"from model.size {filled.text} ({printable(filled.origin)})", tuple(lines))
 
