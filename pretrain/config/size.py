@@ -2,8 +2,8 @@
 
 **Shape.** Published decoders grow wider faster than deeper. Width is a power of depth, through two of GPT-3's
 (arXiv 2005.14165, table 2.1): 12 blocks of 768 columns and 32 of 4,096. The target gives a depth on that curve, and its
-width is rounded to what GPUs and tensor parallelism like. Then as many blocks are taken as come nearest to the target, in
-numbers that pipelines like.
+width is rounded to what GPUs and tensor parallelism like. Then as many blocks are taken as come nearest to the target,
+in numbers that pipelines like: within 8 % from 10m on, and within 15 % below.
 
 **Length.** 20 tokens per parameter, about what Hoffmann et al. (arXiv 2203.15556) find to be the best use of compute.
 
