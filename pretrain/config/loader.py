@@ -314,8 +314,8 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
         return "base names the file below this one: it can only stand at the top of a configuration file"
     if key == SIZE_KEY:
         return (
-            f"{key} fills keys where a configuration file is read, and this run is stored with its own: change those, as in "
-            "model.num_layers"
+            f"{key} fills keys where a configuration file is read, and this run is stored with its own: change those, "
+            "as in model.num_layers"
         )
     if key in _FORMER:
         return f"{key} is no longer read: {_FORMER[key]}"

@@ -7,8 +7,8 @@ in numbers that pipelines like: within 8 % from 10m on, and within 15 % below.
 
 **Length.** 20 tokens per parameter, about what Hoffmann et al. (arXiv 2203.15556) find to be the best use of compute.
 
-**Batch and peak rate.** DeepSeek LLM (arXiv 2401.02954, equation 1) fitted both to searches with 1e17 to 2e19 FLOPs, and
-tried them at 1e20. C is the compute of the training:
+**Batch and peak rate.** DeepSeek LLM (arXiv 2401.02954, equation 1) fitted both to searches with 1e17 to 2e19 FLOPs,
+and tried them at 1e20. C is the compute of the training:
 
     B = 0.2920 C^0.3271 tokens        eta = 0.3118 C^-0.1250
 

@@ -3,8 +3,8 @@
 The key is read where files are, and is gone before anything is built: a run stores the values that it stood for.
 
 A value that is set anywhere wins, and rules of the others keep to it. But a file that says a size does not want to hear
-from files below it, that say none, of the keys that follow from one (`lay_over`): else no model of a size could be built
-on another model. On the command line a size is that of a file above the one that is named.
+from files below it, that say none, of the keys that follow from one (`lay_over`): else no model of a size could be
+built on another model. On the command line a size is that of a file above the one that is named.
 """
 
 from __future__ import annotations
@@ -145,14 +145,15 @@ def read_size(at: Node) -> Size:
     if size is None:
         meant = _meant(at)
         raise ConfigError(
-            f"{at.origin}: {SIZE_KEY} is {kind_of(at)}, expected {_EXPECTED}{f': did you mean {meant}?' if meant else ''}"
+            f"{at.origin}: {SIZE_KEY} is {kind_of(at)}, expected {_EXPECTED}"
+            + (f": did you mean {meant}?" if meant else "")
         )
     if not _is_within_reach(size):
         depths, counts = (f"d{LEAST_DEPTH}", f"d{MOST_DEPTH}"), (f"{LEAST // 10**6}m", f"{MOST // 10**9}b")
         least, most = counts if size.depth is None else depths
         raise ConfigError(
-            f"{at.origin}: {SIZE_KEY} is {size.text}, and the rules reach from {least} to {most}: choose one between, or "
-            f"set {FOLLOWING_KEYS['num_layers']}, {FOLLOWING_KEYS['hidden_size']} and the others yourself"
+            f"{at.origin}: {SIZE_KEY} is {size.text}, and the rules reach from {least} to {most}: choose one between, "
+            f"or set {FOLLOWING_KEYS['num_layers']}, {FOLLOWING_KEYS['hidden_size']} and the others yourself"
         )
     return size
 
@@ -213,8 +214,8 @@ def _check(node: Node, at: Node, size: Size, given: Given) -> None:
         raise ConfigError(f"{said}, and {_set_at(node, layers)} is set too, which is the depth: remove one of the two")
     if given.num_layers is not None and given.hidden_size is not None:
         raise ConfigError(
-            f"{said}, but with {_set_at(node, layers)} and {_set_at(node, width)} nothing of the shape is left to follow "
-            f"from it: remove one of the two, or {SIZE_KEY}"
+            f"{said}, but with {_set_at(node, layers)} and {_set_at(node, width)} nothing of the shape is left to "
+            f"follow from it: remove one of the two, or {SIZE_KEY}"
         )
     plain = shape_of(size, Given(num_layers=given.num_layers, hidden_size=given.hidden_size))
     ratio = plain.parameters / size.target
@@ -226,8 +227,8 @@ def _check(node: Node, at: Node, size: Size, given: Given) -> None:
         )
     if _is_set(node, "model.mup") and given.lr is None:
         raise ConfigError(
-            f"{said}, whose learning rate is that of the model's own width, and {_set_at(node, 'model.mup')} takes the one "
-            "that was searched at its base_hidden_size: set optimizer.lr to that, or remove model.mup"
+            f"{said}, whose learning rate is that of the model's own width, and {_set_at(node, 'model.mup')} takes the "
+            "one that was searched at its base_hidden_size: set optimizer.lr to that, or remove model.mup"
         )
 
 

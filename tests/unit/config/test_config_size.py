@@ -115,7 +115,7 @@ def test_runs_follow_the_laws_that_they_cite(target: int, length: int) -> None:
 
 
 def test_published_models_have_such_shapes() -> None:
-    """Blocks and columns of GPT-3 (arXiv 2005.14165) by their depth, the feed-forward of LLaMA-7B, and the width of its 13B."""
+    """Widths of GPT-3 (arXiv 2005.14165) by depth, the feed-forward of LLaMA-7B, and the width of its 13B."""
     for depth, width in ((12, 768), (32, 4096)):
         assert shape_of(Size.of_depth(depth), Given()).hidden_size == width
     assert shape_of(Size.of_depth(32), Given()).ffn_hidden_size == 11008
