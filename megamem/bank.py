@@ -116,7 +116,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsOfRank:
     """The rows of each table that a rank holds: part number `part` of `num_parts` equal ones."""
 
     part: int = 0
@@ -141,7 +141,7 @@ class Bank(nn.Module):
         device: torch.device | str,
         replica_rank: int,
         columns: Columns = Columns(),
-        rows: Rows = Rows(),
+        rows: RowsOfRank = RowsOfRank(),
         copy: Copy = ONLY_COPY,
         fetched: RowFetch | None = None,
         home: TableHome | None = None,

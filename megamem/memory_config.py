@@ -38,7 +38,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class LookupShape:
     """Request of a layer to its bank for one token, see `megamem.bank.TableLookup`.
 
     Attributes:
@@ -75,7 +75,7 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedQuantities:
     """Observable quantities of a layer besides its rows and its output (`megamem.usage`).
 
     Attributes:
@@ -258,7 +258,7 @@ class MemoryConfig(Config, ABC):
 
     @property
     @abstractmethod
-    def lookup(self) -> Lookup:
+    def lookup(self) -> LookupShape:
         """Request of a layer to its bank for one token."""
 
     @abstractmethod
@@ -276,9 +276,9 @@ class MemoryConfig(Config, ABC):
         return LossWeights()
 
     @property
-    def observed(self) -> Observed:
+    def observed(self) -> ObservedQuantities:
         """Quantities that usage metrics report besides rows and outputs."""
-        return Observed()
+        return ObservedQuantities()
 
     @property
     def ids_before(self) -> int:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.memory_config import Observed
+from megamem.memory_config import ObservedQuantities
 from megamem.placement.sharing import LayerView
 
 # Sums of a layer over its tokens: their number, and the token-weighted means below.
@@ -89,7 +89,7 @@ class UsageCollector:
         layers: Sequence[ObservedLayer],
         *,
         num_blocks: int,
-        observed: Observed,
+        observed: ObservedQuantities,
         stage_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megamem.attention.blockwise import tiled_attention
 from megamem.attention.core import SdpaCoreAttention
-from megamem.attention.documents import Documents, Slice, Tile
+from megamem.attention.documents import Documents, ScoreTile, Slice
 from parallel.exchange import linear, sum_in_order
 
 
@@ -91,7 +91,7 @@ class GatheredAttention(ContextAttention):
         """Causal attention, [t, b, n d], of this rank's tokens [t, b, n or g, d]. Collective."""
         keys, values = gather_sequence(torch.stack((key, value), 1), self.group).unbind(1)
         documents = self.documents(bounds, query)
-        tiles: list[Tile] = []
+        tiles: list[ScoreTile] = []
         for queries in own_slices(self.group, query.shape[0]):
             own = Slice(queries.start, queries.stop, offset=queries.start)
             for of_keys in (Slice(0, queries.start), own):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.attention.blockwise import PartialAttention, PartialGradients
-from megamem.attention.documents import Documents, Tile
+from megamem.attention.documents import Documents, ScoreTile
 from parallel.context import ContextAttention, own_slices
 
 
@@ -83,7 +83,7 @@ def _passing_by(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
             keys = transfer.received()
 
 
-def _tiles(documents: Documents, group: dist.ProcessGroup, source: int, num_tokens: int) -> Iterator[Tile]:
+def _tiles(documents: Documents, group: dist.ProcessGroup, source: int, num_tokens: int) -> Iterator[ScoreTile]:
     """The scores between this rank's queries and the keys of rank `source`."""
     if documents.bounds is None:
         yield _step_tile(group.rank(), source, num_tokens)
@@ -93,15 +93,15 @@ def _tiles(documents: Documents, group: dist.ProcessGroup, source: int, num_toke
             yield from documents.tiles(queries, keys)
 
 
-def _step_tile(rank: int, source: int, num_tokens: int) -> Tile:
+def _step_tile(rank: int, source: int, num_tokens: int) -> ScoreTile:
     """The scores of whole sequences between a rank's queries and the keys of rank `source`."""
     both, early, late = slice(0, num_tokens), slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)
     if source < rank:
-        return Tile(slice(None), both, early, causal=False)
+        return ScoreTile(slice(None), both, early, causal=False)
     if source > rank:
-        return Tile(slice(None), late, both, causal=False)
+        return ScoreTile(slice(None), late, both, causal=False)
     # The late slice comes after the early one, as in the sequence.
-    return Tile(slice(None), both, both, causal=True)
+    return ScoreTile(slice(None), both, both, causal=True)
 
 
 class _Transfer:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from parallel.rank_errors import Failure
+from parallel.rank_errors import RankFailure
 from parallel.ranks import RankEnvironment, said_by_variables_alone
 
 LOOK_EVERY_S = 2.0
@@ -51,7 +51,7 @@ def failures_shared(store: dist.Store, rank: int, world_size: int) -> Iterator[N
         yield
     except BaseException as error:
         watch.stop()
-        watch.tell(Failure.from_exception(rank, error))
+        watch.tell(RankFailure.from_exception(rank, error))
         error.known_to_all_ranks = True  # type: ignore[attr-defined]
         raise
     watch.stop()
@@ -75,7 +75,7 @@ def tell_who_waits(ranks: RankEnvironment, error: BaseException) -> None:
         store, _, _ = next(
             dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timedelta(seconds=patience_s))
         )
-        FailureWatch(store, ranks.rank, ranks.world_size).tell(Failure.from_exception(ranks.rank, error))
+        FailureWatch(store, ranks.rank, ranks.world_size).tell(RankFailure.from_exception(ranks.rank, error))
 
 
 def _is_reachable(ranks: RankEnvironment, patience_s: float) -> bool:
@@ -118,7 +118,7 @@ class FailureWatch:
         self._over.set()
         self._thread.join()
 
-    def tell(self, failure: Failure) -> None:
+    def tell(self, failure: RankFailure) -> None:
         """Let the other ranks know, unless another failure came first; rank 0 waits a moment for them to hear of it."""
         try:
             self._store.compare_set(_FAILURE, "", f"{failure.rank} {failure.exit_code} {failure.message}")

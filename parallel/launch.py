@@ -33,7 +33,7 @@ import psutil
 import torch
 
 from parallel.parent_death import signal_on_parent_death
-from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
+from parallel.rank_errors import FailureKind, LaunchError, RankError, RankFailure, RanksInterrupted, first_cause
 from parallel.rank_process import RankPlan, release_openmp_threads, run_rank
 from parallel.stop_signals import STOP_SIGNALS
 
@@ -194,7 +194,7 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
     running = {plan: context.Process(target=run_rank, args=(main, plan, os.getpid())) for plan in plans}
     for rank in running.values():
         rank.start()
-    failures: list[Failure] = []
+    failures: list[RankFailure] = []
     stopped_by: int | None = None
     stopped_at_s = -math.inf
     deadline_s = math.inf
@@ -222,15 +222,15 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
     return RankError(cause, plans[cause.rank].log_tail())
 
 
-def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
+def _failure(plan: RankPlan, exitcode: int | None) -> RankFailure | None:
     """Failure of a rank that has ended; None if it left a result."""
     if plan.result.exists():
         return None
     if plan.failure[0].poll():
         # Its own report explains more than the signal that may have ended it afterwards.
-        failure: Failure = plan.failure[0].recv()
+        failure: RankFailure = plan.failure[0].recv()
         return failure
-    return Failure.from_exitcode(plan.rank, exitcode or 0)
+    return RankFailure.from_exitcode(plan.rank, exitcode or 0)
 
 
 def _kill_descendants() -> None:

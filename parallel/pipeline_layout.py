@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamem.placement.block_plan import Unit
+from megamem.placement.block_plan import UncutBlocks
 
 _KEY = "parallel.pipeline_layout"
 # More than any model has layers; keeps a slip from filling the memory.
@@ -115,18 +115,18 @@ def layout_text(chunks: Sequence[ModelChunk]) -> str:
     return "|".join(parts)
 
 
-def crossed_units(units: Sequence[Unit], edges: Sequence[int]) -> tuple[Unit, ...]:
+def crossed_units(units: Sequence[UncutBlocks], edges: Sequence[int]) -> tuple[UncutBlocks, ...]:
     """The units that reach over one of the edges; an edge is named by the block behind it."""
     return tuple(unit for unit in units if any(unit.first < edge <= unit.last for edge in edges))
 
 
-def split_units(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple[Unit, ...]:
+def split_units(units: Sequence[UncutBlocks], chunks: Sequence[ModelChunk]) -> tuple[UncutBlocks, ...]:
     """The units of which a chunk holds a part only."""
     return crossed_units(units, _edges(chunks))
 
 
 def nearest_layouts(
-    units: Sequence[Unit], chunks: Sequence[ModelChunk], *, num_layers: int, limit: int
+    units: Sequence[UncutBlocks], chunks: Sequence[ModelChunk], *, num_layers: int, limit: int
 ) -> tuple[tuple[ModelChunk, ...], ...]:
     """As many chunks that split no unit, with their edges moved least: at most `limit` ways, the nearest first.
 

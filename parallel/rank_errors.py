@@ -42,7 +42,7 @@ class FailureKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """End of one rank without a result. Sent from the rank to its parent, so every field is plain data."""
 
     rank: int
@@ -57,7 +57,7 @@ class Failure:
     """Time in seconds on the machine's monotonic clock, which all local ranks share."""
 
     @classmethod
-    def from_exception(cls, rank: int, error: BaseException) -> Failure:
+    def from_exception(cls, rank: int, error: BaseException) -> RankFailure:
         """Describe what a rank raised. An integer `exit_code`, or what the system refuses, marks a user's error; `SystemExit`
         keeps its code."""
         exit_code, is_user_error = 1, False
@@ -81,7 +81,7 @@ class Failure:
             is_user_error=is_user_error,
         )
 
-    def shortened(self, num_bytes: int) -> Failure:
+    def shortened(self, num_bytes: int) -> RankFailure:
         """The failure with the beginning of its message and the end of its traceback, each `num_bytes` long at most."""
         message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
         return replace(
@@ -91,7 +91,7 @@ class Failure:
         )
 
     @classmethod
-    def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
+    def from_exitcode(cls, rank: int, exitcode: int) -> RankFailure:
         """Describe a rank that left no report. An `exitcode` below zero is the signal that killed it."""
         if exitcode == os.EX_TEMPFAIL:
             message = (
@@ -121,7 +121,7 @@ def is_peer_error(error: BaseException) -> bool:
     return False
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure:
+def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Pick the failure to report: of the class that explains most, the earliest. There must be one."""
     return min(failures, key=lambda failure: (failure.kind, failure.at_s))
 
@@ -141,7 +141,7 @@ class LaunchError(RuntimeError):
 class RankError(LaunchError):
     """A rank failed and the others were taken down."""
 
-    def __init__(self, failure: Failure, log_tail: str = "") -> None:
+    def __init__(self, failure: RankFailure, log_tail: str = "") -> None:
         """`log_tail` is the end of what the rank printed, where that is not on the screen already."""
         super().__init__(failure, log_tail)
         self.failure = failure

@@ -26,7 +26,7 @@ import torch
 from parallel.atomic_write import atomic_write
 from parallel.log_tail import log_tail
 from parallel.parent_death import signal_on_parent_death
-from parallel.rank_errors import Failure
+from parallel.rank_errors import RankFailure
 from parallel.ranks import RENDEZVOUS_VARIABLE
 
 _OMP_PAUSE_SOFT = 1
@@ -48,7 +48,7 @@ class RankPlan:
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
     failure: tuple[Connection, Connection]
-    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One
+    """Read and write end of a pipe for the `RankFailure` of a rank without a result: a full disk may be what failed. One
     that was killed sends none."""
 
     @property
@@ -82,7 +82,7 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
     except BaseException as error:
         # This frame is no news.
         trace = error.__traceback__ and error.__traceback__.tb_next
-        failure = Failure.from_exception(plan.rank, error.with_traceback(trace))
+        failure = RankFailure.from_exception(plan.rank, error.with_traceback(trace))
         plan.failure[1].send(failure.shortened(_REPORT_BYTES))
     for stream in (sys.stdout, sys.stderr):
         # Whoever read them may be gone.

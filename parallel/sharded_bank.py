@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.bank import Bank, Columns, Rows, TableHome, weighted
+from megamem.bank import Bank, Columns, RowsOfRank, TableHome, weighted
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
 from megamem.placement.sharing import BankSpec
@@ -110,7 +110,7 @@ class ShardedBank(Bank):
             device=device,
             replica_rank=replica_rank,
             columns=Columns(group.rank() % column_parts, column_parts),
-            rows=Rows(group.rank() // column_parts, row_parts),
+            rows=RowsOfRank(group.rank() // column_parts, row_parts),
             copy=copy,
             fetched=fetched,
             home=home,

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 
 from parallel.peer_errors import says_peer_is_gone
-from slurm.records import AttemptFolder, Failure
+from slurm.records import AttemptFolder, FirstFailure
 
 _TASKS = re.compile(r"^srun: error: (?P<node>[^:\s]+): tasks? (?P<rank>\d+)[\d,-]*: (?P<how>.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: Node failure on (?P<node>\S+)", re.MULTILINE)
@@ -32,7 +32,7 @@ _TERMINATED = 128 + signal.SIGTERM
 _MAY_BE_AN_ECHO = (128 + signal.SIGABRT, _TERMINATED)
 
 
-def first_failure(folder: AttemptFolder) -> tuple[Failure, str] | None:
+def first_failure(folder: AttemptFolder) -> tuple[FirstFailure, str] | None:
     """The rank that failed first, and how it did in words; None if nobody says so."""
     recorded, heard = folder.first_failure(), list(_heard(folder.srun_words()))
     if heard and heard[0][0].exit_code > 128 and heard[0][0].exit_code not in _MAY_BE_AN_ECHO:
@@ -54,18 +54,18 @@ def failed_node(folder: AttemptFolder) -> str | None:
     return None if found is None else found["node"]
 
 
-def _heard(words: str) -> Iterator[tuple[Failure, str]]:
+def _heard(words: str) -> Iterator[tuple[FirstFailure, str]]:
     """The ends of ranks that srun tells of, each with its words."""
     for found in _TASKS.finditer(words):
         how, code = found["how"], _CODE.match(found["how"])
         number = next((number for name, number in _SIGNALS.items() if how.startswith(name)), None)
         if code is not None:
-            yield Failure(int(found["rank"]), found["node"], int(code[1])), f"ended with exit code {code[1]}"
+            yield FirstFailure(int(found["rank"]), found["node"], int(code[1])), f"ended with exit code {code[1]}"
         elif number is not None:
-            yield Failure(int(found["rank"]), found["node"], 128 + number), f"was killed (srun: {how})"
+            yield FirstFailure(int(found["rank"]), found["node"], 128 + number), f"was killed (srun: {how})"
 
 
-def _told(folder: AttemptFolder, failure: Failure, how: str) -> tuple[Failure, str]:
+def _told(folder: AttemptFolder, failure: FirstFailure, how: str) -> tuple[FirstFailure, str]:
     said = folder.last_words(failure.rank)
     where = f"rank {failure.rank} on {failure.node} {how}"
     return failure, f"{where}: {said}" if said else where

@@ -61,7 +61,7 @@ class JobNow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttemptPlan:
     """Plan of an attempt.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
     stop_after_s: int | None
 
 
-def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mapping[str, str]) -> Plan | None:
+def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mapping[str, str]) -> AttemptPlan | None:
     """Begin an attempt; None if another job has taken this one's place, or its stage is done.
 
     An attempt before it that has left no end was lost with its node, or taken by Slurm: it is concluded here.
@@ -118,7 +118,7 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     lead_s = lead_seconds(jobs.run.metrics, profile.lead_s)
     left_s = seconds(time_left)
     stop_after_s = max(1, left_s - lead_s) if left_s is not None and lead_s > submission.lead_s else None
-    return Plan(jobs.begin_attempt(attempt), num_nodes, stop_after_s)
+    return AttemptPlan(jobs.begin_attempt(attempt), num_nodes, stop_after_s)
 
 
 def job_of(environ: Mapping[str, str]) -> str:

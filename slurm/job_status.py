@@ -19,7 +19,7 @@ from slurm.records import AttemptFolder, JobsFolder, submitted_last
 _OURS = "megamem: "
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Phase of a run's jobs."""
 
     QUEUED = "queued"
@@ -43,7 +43,7 @@ class JobsStanding:
         detail: jobs, state, attempts and the last decision, in words.
     """
 
-    phase: Phase
+    phase: JobPhase
     detail: str
 
 
@@ -100,12 +100,12 @@ def jobs_standing(folder: RunFolder) -> JobsStanding | None:
     words = [str(each) for each in links]
     if last is not None:
         words.append(f"attempt {int(last.path.name)}" + _of_stage(link.jobs))
-    if phase not in (Phase.QUEUED, Phase.STARTING, Phase.RUNNING):
+    if phase not in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RUNNING):
         words += _what_followed(link, last, is_last=link is links[-1])
     return JobsStanding(phase, ", ".join(words))
 
 
-def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None) -> Phase:
+def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None) -> JobPhase:
     """Phase of all the jobs together.
 
     Args:
@@ -116,24 +116,24 @@ def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None
         ends = running[0].state is not None and running[0].state.state == "COMPLETING"
         if last is None or last.attempt().job not in running[0].jobs.job_ids():
             # It has no attempt yet; the last one is of the stage before it.
-            return Phase.RUNNING if ends else Phase.STARTING
+            return JobPhase.RUNNING if ends else JobPhase.STARTING
         if (decision := last.decision()) is not None:
-            starts_again = Phase.QUEUED if ends else Phase.STARTING
-            return starts_again if decision.action is Action.REQUEUE else Phase.ENDED
+            starts_again = JobPhase.QUEUED if ends else JobPhase.STARTING
+            return starts_again if decision.action is Action.REQUEUE else JobPhase.ENDED
         if ends:
-            return Phase.RUNNING
+            return JobPhase.RUNNING
         began = datetime.fromisoformat(last.attempt().at)
         starts = [event for event in read_history(folder) if isinstance(event, Start)]
-        return Phase.RUNNING if starts and datetime.fromisoformat(starts[-1].at) >= began else Phase.STARTING
+        return JobPhase.RUNNING if starts and datetime.fromisoformat(starts[-1].at) >= began else JobPhase.STARTING
     if any(link.waits for link in links):
-        return Phase.QUEUED
+        return JobPhase.QUEUED
     if any(link.state is not None and link.state.state.startswith("CANCELLED") for link in links) or any(
         link.jobs.cancelled.exists() for link in links
     ):
-        return Phase.CANCELLED
+        return JobPhase.CANCELLED
     # Of jobs that never began, and that Slurm has forgotten, nobody knows why.
     knows = last is not None or any(link.state is not None or link.has_log for link in links)
-    return Phase.ENDED if knows and all(link.answered for link in links) else Phase.UNKNOWN
+    return JobPhase.ENDED if knows and all(link.answered for link in links) else JobPhase.UNKNOWN
 
 
 def _what_followed(link: _Link, last: AttemptFolder | None, *, is_last: bool) -> list[str]:

@@ -32,7 +32,7 @@ from slurm.snapshot import code_hash, take_snapshot
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedJob:
     """A job that can be queued.
 
     Attributes:
@@ -68,7 +68,7 @@ def job_of_run(
     cluster: str,
     stage: str | None = None,
     start: SavedState | None = None,
-) -> Job:
+) -> QueuedJob:
     """The next job of a run, or of one of its stages.
 
     Args:
@@ -86,7 +86,7 @@ def job_of_run(
         at=now(),
         stage=stage,
     )
-    return Job(records, tuple(stages), profile, submission, start)
+    return QueuedJob(records, tuple(stages), profile, submission, start)
 
 
 def check_free(jobs: Sequence[JobsFolder]) -> None:
@@ -126,7 +126,7 @@ def submitting(run: RunFolder) -> Iterator[None]:
         yield
 
 
-def queue_job(job: Job) -> str:
+def queue_job(job: QueuedJob) -> str:
     """Queue a run as one job. Returns its number."""
     write(job)
     number = submit(job.records.script)
@@ -134,7 +134,7 @@ def queue_job(job: Job) -> str:
     return number
 
 
-def queue_chain(links: Sequence[Job]) -> list[str]:
+def queue_chain(links: Sequence[QueuedJob]) -> list[str]:
     """Queue a job for each stage that is left, each of which waits for the success of the one before it.
 
     The first is held until all are there: so none begins whose followers were refused, and each finds the number of the
@@ -163,7 +163,7 @@ def queue_chain(links: Sequence[Job]) -> list[str]:
     return numbers
 
 
-def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | None) -> str:
+def queue_array(jobs: Sequence[QueuedJob], name: str, folder: Path, at_once: int | None) -> str:
     """Queue runs of one shape as an array. Each run decides by itself what follows after each of its attempts.
 
     Args:
@@ -186,7 +186,7 @@ def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | Non
     return number
 
 
-def write(job: Job) -> None:
+def write(job: QueuedJob) -> None:
     """Put down all that a job reads, the script last."""
     records, run, stages = job.records, job.records.run, job.stages
     run.make()

@@ -55,7 +55,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FirstFailure:
     """Failure of the first rank that failed.
 
     Attributes:
@@ -249,7 +249,7 @@ class AttemptFolder:
         """Messages of srun about the ranks, in its order; empty if none."""
         return self._srun.read_text(encoding="utf-8", errors="replace") if self._srun.exists() else ""
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: FirstFailure) -> None:
         """Record how a rank failed, unless another one was first."""
         temporary = self.path / f".failure.{uuid.uuid4().hex}"
         try:
@@ -260,9 +260,9 @@ class AttemptFolder:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def first_failure(self) -> Failure | None:
+    def first_failure(self) -> FirstFailure | None:
         """Failure of the first rank that failed; None if none reported one."""
-        return _read(Failure, self.failure)
+        return _read(FirstFailure, self.failure)
 
     def write_bad_nodes(self, problems: Mapping[str, str]) -> None:
         """Record the nodes on which a run must not train, each with the reason."""

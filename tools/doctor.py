@@ -55,7 +55,7 @@ _BYTES_OF_TIMEX = 512
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorLine:
     """One line of the page.
 
     Attributes:
@@ -106,19 +106,19 @@ def run_doctor(args: argparse.Namespace) -> int:
     return ConfigError.exit_code if lacking else 0
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: DoctorLine) -> None:
     print(f"{finding.state:<5}  {finding.name}: {finding.text}", flush=True)
     if finding.fix:
         print(f"       -> {finding.fix}", flush=True)
 
 
-def look_at_packages() -> Iterator[Finding]:
+def look_at_packages() -> Iterator[DoctorLine]:
     """Python, and every package that is declared, against its range."""
-    yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield DoctorLine("Python", "ok", f"{platform.python_version()}, {sys.executable}")
     try:
         wanted = [Requirement(text) for text in requires("megamem") or []]
     except PackageNotFoundError:
-        yield Finding(
+        yield DoctorLine(
             "megamem",
             "lacks",
             "not installed, so nothing says which packages it needs",
@@ -133,42 +133,44 @@ def look_at_packages() -> Iterator[Finding]:
             yield _package(requirement, extras[0])
 
 
-def _package(requirement: Requirement, extra: str | None) -> Finding:
+def _package(requirement: Requirement, extra: str | None) -> DoctorLine:
     what = f" ({_FOR[extra]})" if extra else ""
     install = f'pip install "megamem[{extra}]"' if extra else f'pip install "{requirement}"'
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
-        return Finding(
+        return DoctorLine(
             requirement.name,
             "note" if extra else "lacks",
             f"not installed{what}",
             f"{install}{', if you want that' if extra else ''}",
         )
     if requirement.specifier.contains(found, prereleases=True):
-        return Finding(requirement.name, "ok", f"{found}{what}")
-    return Finding(
+        return DoctorLine(requirement.name, "ok", f"{found}{what}")
+    return DoctorLine(
         requirement.name, "note" if extra else "lacks", f"{found}, outside of {requirement.specifier}{what}", install
     )
 
 
-def look_at_gpus() -> Iterator[Finding]:
+def look_at_gpus() -> Iterator[DoctorLine]:
     """GPUs, their driver, and what torch can do with them."""
     number = num_visible_gpus()
     if not number:
-        yield Finding("GPUs", "ok", "none visible: everything runs on the CPU")
+        yield DoctorLine("GPUs", "ok", "none visible: everything runs on the CPU")
         return
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "no version to be read"
-    yield Finding("NVIDIA driver", "ok" if driver.exists() else "note", text)
+    yield DoctorLine("NVIDIA driver", "ok" if driver.exists() else "note", text)
     if reason := why_gpus_are_unusable():
-        yield Finding("GPUs", "lacks", f"{number} visible, and unusable: {reason}", "or leave them idle: --device cpu")
+        yield DoctorLine(
+            "GPUs", "lacks", f"{number} visible, and unusable: {reason}", "or leave them idle: --device cpu"
+        )
         return
     import torch
 
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding(
+        yield DoctorLine(
             f"GPU {index}",
             "ok",
             f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, compute capability "
@@ -181,28 +183,28 @@ def look_at_gpus() -> Iterator[Finding]:
         if not torch.cuda.can_device_access_peer(one, other)
     ]
     if apart:
-        yield Finding(
+        yield DoctorLine(
             "links",
             "note",
             f"GPUs {apart[0][1]} and {apart[0][0]} cannot reach each other's memory: tensor parallelism will be slow",
             "keep parallel.tensor and parallel.memory within GPUs that can (`nvidia-smi topo -m`)",
         )
     nccl: Any = torch.cuda.nccl.version()
-    yield Finding("NCCL", "ok", ".".join(map(str, nccl)))
+    yield DoctorLine("NCCL", "ok", ".".join(map(str, nccl)))
 
 
-def look_at_kernels() -> Iterator[Finding]:
+def look_at_kernels() -> Iterator[DoctorLine]:
     """Report the kernels that `train.kernels: auto` will find."""
     from kernels.common.cpp import cache_folder  # imports torch
 
     if num_visible_gpus():
         reason = unavailable("triton", "cuda")
-        yield Finding("kernels on GPUs", "note" if reason else "ok", f"triton {reason}" if reason else "triton")
+        yield DoctorLine("kernels on GPUs", "note" if reason else "ok", f"triton {reason}" if reason else "triton")
     reason = unavailable("cpu", "cpu")
     if reason:
-        yield Finding("kernels on CPUs", "note", "PyTorch's operations, as there is no C++ compiler", "install g++")
+        yield DoctorLine("kernels on CPUs", "note", "PyTorch's operations, as there is no C++ compiler", "install g++")
     else:
-        yield Finding("kernels on CPUs", "ok", f"C++, compiled by {compiler()} into {cache_folder()}")
+        yield DoctorLine("kernels on CPUs", "ok", f"C++, compiled by {compiler()} into {cache_folder()}")
     for name, folder, fix in (
         ("folder of compiled kernels", cache_folder(), "set MEGAMEM_CACHE_DIR to a folder of yours"),
         (
@@ -212,23 +214,23 @@ def look_at_kernels() -> Iterator[Finding]:
         ),
     ):
         if folder is None:
-            yield Finding(name, "note", "the temporary folder has one of that name which others can write", fix)
+            yield DoctorLine(name, "note", "the temporary folder has one of that name which others can write", fix)
             continue
         try:
             RunFolder(folder).check_writable()
         except ConfigError:
-            yield Finding(name, "lacks", f"{folder} cannot be written", fix)
+            yield DoctorLine(name, "lacks", f"{folder} cannot be written", fix)
 
 
-def look_at_limits() -> Iterator[Finding]:
+def look_at_limits() -> Iterator[DoctorLine]:
     """Cores, memory, and what the system lets a process have."""
     own = sorted(os.sched_getaffinity(0))
-    yield Finding("cores and memory", "ok", f"{plural(len(own), 'core')}, {machine_memory_bytes() / 1e9:.0f} GB")
-    yield Finding("bf16 on CPUs", "ok", _bf16_on_cores())
+    yield DoctorLine("cores and memory", "ok", f"{plural(len(own), 'core')}, {machine_memory_bytes() / 1e9:.0f} GB")
+    yield DoctorLine("bf16 on CPUs", "ok", _bf16_on_cores())
     load, on_machine = os.getloadavg()[0], os.cpu_count() or len(own)
     busy = load >= on_machine / 2
     half = f"{own[0]}-{own[len(own) // 2 - 1]}" if len(own) >= 4 else f"{own[0]}"
-    yield Finding(
+    yield DoctorLine(
         "other work",
         "note" if busy else "ok",
         f"a load of {load:.1f} on {plural(on_machine, 'core')} in the last minute",
@@ -240,7 +242,7 @@ def look_at_limits() -> Iterator[Finding]:
     )
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 <= handles < _FILE_HANDLES
-    yield Finding(
+    yield DoctorLine(
         "file handles",
         "note" if few else "ok",
         f"{handles:,} per process" if handles >= 0 else "as many as wanted",
@@ -248,7 +250,7 @@ def look_at_limits() -> Iterator[Finding]:
     )
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     small = shared < _SHARED_MEMORY_BYTES
-    yield Finding(
+    yield DoctorLine(
         "shared memory",
         "note" if small else "ok",
         f"{shared / 1e9:.1f} GB free in /dev/shm",
@@ -256,21 +258,21 @@ def look_at_limits() -> Iterator[Finding]:
     )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if num_visible_gpus() and 0 <= locked < 1 << 30:
-        yield Finding(
+        yield DoctorLine(
             "locked memory",
             "note",
             f"{locked // 1024:,} kB per process",
             "ulimit -l unlimited: RDMA between nodes, and tables in host memory, need it",
         )
     if not _clock_is_synchronised():
-        yield Finding(
+        yield DoctorLine(
             "clock",
             "note",
             "not synchronised: files of several nodes will seem to be from the future",
             "start chrony or systemd-timesyncd, on the host if this is a container",
         )
     srun = shutil.which("srun")
-    yield Finding("Slurm", "ok", srun or "no srun here: ranks are started by megamem itself, or by torchrun")
+    yield DoctorLine("Slurm", "ok", srun or "no srun here: ranks are started by megamem itself, or by torchrun")
 
 
 def _bf16_on_cores() -> str:
@@ -290,24 +292,29 @@ def _clock_is_synchronised() -> bool:
     return state != _CLOCK_IS_UNSYNCHRONISED
 
 
-def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Finding:
+def look_at_config(path: str, overrides: list[str], ranks: int | None) -> DoctorLine:
     """Tell whether a configuration can run here."""
     try:
         stages = load_stages(path, overrides)
         num_ranks = ranks or ranks_for_stages(stages)
         check_stages(stages, num_ranks, RunFolder(default_run_folder(stages[0].name)), local=True)
     except UserError as error:
-        return Finding(path, "lacks", "cannot run here", str(error))
+        return DoctorLine(path, "lacks", "cannot run here", str(error))
     text = f"can run here on {plural(num_ranks, 'rank')}"
     if any(stage.train.precision == "bf16" for stage in stages) and not (num_visible_gpus() or multiplies_bf16()):
-        return Finding(
+        return DoctorLine(
             path,
             "note",
             f"{text}, in bf16, whose products these cores take in fp32",
             "train.precision=fp32 is somewhat faster here",
         )
-    return Finding(path, "ok", text)
+    return DoctorLine(path, "ok", text)
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (look_at_packages, look_at_gpus, look_at_kernels, look_at_limits)
+LOOKS: tuple[Callable[[], Iterator[DoctorLine]], ...] = (
+    look_at_packages,
+    look_at_gpus,
+    look_at_kernels,
+    look_at_limits,
+)
 """Looks at the machine, in the order of the page."""

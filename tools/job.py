@@ -18,7 +18,7 @@ from pretrain.run.stop import StopRequest
 from slurm.job import JobNow, begin, end, goes_on_in_place
 from slurm.policy import Action, Decision
 from slurm.profile import ClusterConfig, load_profile
-from slurm.records import AttemptFolder, Failure, JobsFolder
+from slurm.records import AttemptFolder, FirstFailure, JobsFolder
 from slurm.rendezvous import meeting_point
 from tools import cli
 from tools.words import ending
@@ -155,7 +155,7 @@ def _rank(jobs: JobsFolder, args: argparse.Namespace) -> int:
                     stream.write(json.dumps({"saved_step": jobs.newest_saved_step()}).encode())
             return 0
         if code and not folder.bad_nodes.exists():
-            folder.tell_failure(Failure(rank, os.environ.get("SLURMD_NODENAME", ""), code))
+            folder.tell_failure(FirstFailure(rank, os.environ.get("SLURMD_NODENAME", ""), code))
     except OSError as error:
         # The code alone has to tell.
         _tell(f"{folder.path}: {error.strerror}")

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from pretrain.run.rows import read_rows
-from pretrain.train.health.memories import Finding, course, findings
+from pretrain.train.health.memories import MemoryFault, course, findings
 
 Point: TypeAlias = tuple[float, float]
 
@@ -40,7 +40,7 @@ class Curves:
     kl_to_uniform: dict[int, tuple[Point, ...]]
     bits_per_byte: float | None
     even_coverage: dict[int, tuple[Point, ...]] = field(default_factory=dict)
-    dropped_out: tuple[Finding, ...] = ()
+    dropped_out: tuple[MemoryFault, ...] = ()
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Curves:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Phase(Enum):
+class GenerationPass(Enum):
     """Tokens that a forward pass of generation is over."""
 
     PROMPT = "prefill"
@@ -20,7 +20,7 @@ class Phase(Enum):
 class Pace:
     """Tokens and seconds by phase, of the texts whose ids went through `of`."""
 
-    spent: dict[Phase, tuple[int, float]] = field(default_factory=dict)
+    spent: dict[GenerationPass, tuple[int, float]] = field(default_factory=dict)
 
     def of(self, ids: Iterable[int], *, num_prompt: int, context_tokens: int) -> Iterator[int]:
         """The ids that follow a prompt of so many tokens, as they come.
@@ -31,9 +31,11 @@ class Pace:
         for number, token in enumerate(ids):
             seconds = time.perf_counter() - started
             if number == 0:
-                self._add(Phase.PROMPT, min(num_prompt, context_tokens), seconds)
+                self._add(GenerationPass.PROMPT, min(num_prompt, context_tokens), seconds)
             else:
-                self._add(Phase.NEXT if num_prompt + number <= context_tokens else Phase.BEYOND, 1, seconds)
+                self._add(
+                    GenerationPass.NEXT if num_prompt + number <= context_tokens else GenerationPass.BEYOND, 1, seconds
+                )
             yield token
             started = time.perf_counter()
 
@@ -44,6 +46,6 @@ class Pace:
             for phase, (number, seconds) in self.spent.items()
         )
 
-    def _add(self, phase: Phase, num_tokens: int, seconds: float) -> None:
+    def _add(self, phase: GenerationPass, num_tokens: int, seconds: float) -> None:
         before, seconds_before = self.spent.get(phase, (0, 0.0))
         self.spent[phase] = (before + num_tokens, seconds_before + seconds)

@@ -16,7 +16,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Start, read_history
 from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.owner import LAPSE_S, Presence, look
-from slurm.job_status import JobsStanding, Phase
+from slurm.job_status import JobPhase, JobsStanding
 
 State: TypeAlias = Literal[
     "running",
@@ -61,23 +61,23 @@ class Standing:
         own = "before its first step" if self.state == "unknown" and not step else self.detail
         return Standing(self._state_with(jobs.phase, step), ", ".join(filter(None, (own, jobs.detail))))
 
-    def _state_with(self, phase: Phase, step: int) -> State:
-        is_over = phase in (Phase.ENDED, Phase.CANCELLED)
+    def _state_with(self, phase: JobPhase, step: int) -> State:
+        is_over = phase in (JobPhase.ENDED, JobPhase.CANCELLED)
         if self.state in _ALIVE and (self.seen or not is_over):
             return self.state
-        if phase is Phase.QUEUED:
+        if phase is JobPhase.QUEUED:
             return "queued"
-        if phase is Phase.STARTING:
+        if phase is JobPhase.STARTING:
             return "starting"
         if self.state in ("finished", "stopped"):
             return self.state
-        if phase is Phase.RUNNING:
+        if phase is JobPhase.RUNNING:
             return "ending"
-        if phase is Phase.CANCELLED:
+        if phase is JobPhase.CANCELLED:
             return "cancelled"
         if self.state in _ALIVE:
             return "killed"
-        return "failed" if self.state == "unknown" and not step and phase is Phase.ENDED else self.state
+        return "failed" if self.state == "unknown" and not step and phase is JobPhase.ENDED else self.state
 
     def __str__(self) -> str:
         return f"{self.state} ({self.detail})" if self.detail else self.state

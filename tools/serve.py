@@ -217,7 +217,7 @@ def _exported(args: argparse.Namespace) -> Path:
     """The folder to serve, made if it is of a run and not there."""
     from pretrain.config.schema import ParallelConfig
     from pretrain.convert.convert import convert
-    from pretrain.convert.format import Target
+    from pretrain.convert.format import ConversionTarget
     from pretrain.convert.names import HUGGINGFACE
     from pretrain.convert.registry import FORMATS
     from pretrain.convert.resources import Resources
@@ -239,7 +239,9 @@ def _exported(args: argparse.Namespace) -> Path:
     folder = checkpoint.path.parent.parent / "exported" / name
     if not kind.is_at(folder):
         size = size_in_bytes("4GiB")
-        target = Target(ParallelConfig(), False, dtype_named(args.dtype), size, table_bits=TABLE_BITS[args.tables])
+        target = ConversionTarget(
+            ParallelConfig(), False, dtype_named(args.dtype), size, table_bits=TABLE_BITS[args.tables]
+        )
         with Phases() as phases:
             convert(checkpoint, kind, folder, target, Resources(2, size), on_start=phases.start)
         print(f"exported: {folder}", flush=True)

@@ -48,7 +48,7 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
-class Line:
+class StatusLine:
     """Figures of a run in `megamem status`.
 
     Attributes:
@@ -125,7 +125,7 @@ def _of_each(paths: Sequence[Path], look: Callable[[Path], _Found], problems: li
     return found
 
 
-def _print_lines(lines: Sequence[Line], *, as_json: bool) -> None:
+def _print_lines(lines: Sequence[StatusLine], *, as_json: bool) -> None:
     if as_json:
         for line in lines:
             print(json.dumps(asdict(line)))
@@ -157,7 +157,7 @@ def _attempt_cells(path: Path, times: AttemptTimes) -> tuple[str, ...]:
     )
 
 
-def line_of(path: Path) -> Line:
+def line_of(path: Path) -> StatusLine:
     """Figures of a run, from one look at its folder.
 
     Raises:
@@ -170,7 +170,7 @@ def line_of(path: Path) -> Line:
     standing = standing_of(folder, last, num_steps)
     if (jobs := jobs_standing(folder)) is not None:
         standing = standing.with_jobs(jobs, last)
-    return Line(
+    return StatusLine(
         run=str(path),
         name=name,
         step=last,
@@ -257,13 +257,13 @@ def _newest_checkpoint(folder: Path) -> int | None:
     return None if saved is None else saved.step
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[StatusLine]) -> str:
     """The runs for a terminal, a line each."""
     header = ("run", "step", "tokens", "loss", "validation", "saved", "heard of", "state")
     return "\n".join(aligned([header, *(_cells(line) for line in lines)]))
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: StatusLine) -> tuple[str, ...]:
     named = line.run if Path(line.run).name == line.name else f"{line.run} ({line.name})"
     total = "?" if line.num_steps is None else f"{line.num_steps:,}"
     return (

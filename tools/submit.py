@@ -21,7 +21,7 @@ from pretrain.run.preflight import check_submission
 from pretrain.run.saved_run import starting_checkpoint, starting_point
 from pretrain.run.trained_stages import refuse_edited_past
 from slurm.profile import ClusterConfig, find_profile, load_profile
-from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
+from slurm.queue import QueuedJob, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
 from slurm.records import JobsFolder, jobs_folders
 from slurm.script import render_array
 from tools.parsers import add_command, add_config
@@ -117,7 +117,7 @@ def run_submit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _submit_chain(args: argparse.Namespace, links: Sequence[Job]) -> int:
+def _submit_chain(args: argparse.Namespace, links: Sequence[QueuedJob]) -> int:
     for link in links:
         check(link)
     if args.dry_run:
@@ -141,7 +141,7 @@ def links_of(
     nodes: Sequence[str],
     time: Sequence[str],
     start: SavedState | None = None,
-) -> list[Job]:
+) -> list[QueuedJob]:
     """The jobs of a chain: of the stages that are not done.
 
     Raises:
@@ -208,7 +208,7 @@ def _stages_and_start(
     return read_run(args.config, [*args.overrides, *overrides]).stages(starting_point(start)), start
 
 
-def check(job: Job) -> None:
+def check(job: QueuedJob) -> None:
     """Look at all that a job will meet, as far as this machine can see it.
 
     Raises:
@@ -225,11 +225,11 @@ def check(job: Job) -> None:
     check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes, job.start)
 
 
-def _is_finished(job: Job) -> bool:
+def _is_finished(job: QueuedJob) -> bool:
     return (job.records.newest_saved_step() or 0) >= job.stages[0].run_steps
 
 
-def _check_unfinished(job: Job) -> None:
+def _check_unfinished(job: QueuedJob) -> None:
     """Refuse a run whose steps are all done: its job would do nothing.
 
     Raises:
@@ -266,7 +266,7 @@ def _check_secrets(profile: ClusterConfig) -> None:
             )
 
 
-def _queued(job: Job, number: str) -> str:
+def _queued(job: QueuedJob, number: str) -> str:
     asked = job.submission
     stage = "" if asked.stage is None else f", stage {asked.stage}"
     spare = f" and {job.profile.spare_nodes} to spare" if job.profile.spare_nodes else ""
@@ -276,7 +276,7 @@ def _queued(job: Job, number: str) -> str:
     )
 
 
-def _what_next(path: Path, first: Job | None) -> str:
+def _what_next(path: Path, first: QueuedJob | None) -> str:
     """Commands that follow, and end, what was queued."""
     follow = f"follow it:  megamem status {shlex.quote(str(path))}\n"
     if first is not None:

@@ -14,7 +14,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._=+-]+")
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """A key, and the values that it takes, as the command line has them."""
 
     key: str
@@ -22,7 +22,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One run of a sweep.
 
     Attributes:
@@ -34,13 +34,13 @@ class Point:
     overrides: tuple[str, ...]
 
 
-def axis(text: str) -> Axis:
+def axis(text: str) -> SweepAxis:
     """Axis of `key=a,b,c`; commas within brackets belong to a value. For argparse."""
     key, sign, values = text.partition("=")
     found = _split(values)
     if not key or not sign or not all(found) or len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no key=a,b,c with values that differ")
-    return Axis(key, tuple(found))
+    return SweepAxis(key, tuple(found))
 
 
 def _split(text: str) -> list[str]:
@@ -54,7 +54,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def grid(axes: Sequence[Axis]) -> list[Point]:
+def grid(axes: Sequence[SweepAxis]) -> list[SweepPoint]:
     """Every combination, the last key changing fastest.
 
     Raises:
@@ -69,7 +69,7 @@ def grid(axes: Sequence[Axis]) -> list[Point]:
     for values in itertools.product(*(each.values for each in axes)):
         words = "-".join(f"{name}={value}" for name, value in zip(short, values, strict=True))
         overrides = tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-        points.append(Point(_NOT_IN_NAMES.sub("_", words), overrides))
+        points.append(SweepPoint(_NOT_IN_NAMES.sub("_", words), overrides))
     names = [point.name for point in points]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -16,7 +16,7 @@ from pretrain.convert.paths import check_destination, config_at
 from pretrain.convert.resources import Resources
 from pretrain.growth.config import check_keys, grown_config
 from pretrain.growth.placement import PLACEMENTS
-from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
+from pretrain.growth.plan import METHODS, GrownBlock, Method, grown_blocks
 from tools.checkpoint.command import add_workers, opened, size_in_bytes
 from tools.parsers import add_command, positive
 from tools.words import plural, size_in_words
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     # These import torch, which takes seconds: what can be wrong with the arguments has been told.
     from pretrain.convert.convert import convert
-    from pretrain.convert.format import Target
+    from pretrain.convert.format import ConversionTarget
     from pretrain.convert.registry import FORMATS
     from pretrain.growth.upscale import upscale
     from pretrain.planning.costs.formulas import count_parameters
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     base = opened(args.base, args.step)
     before = base.config.model
     grown = upscale(base, _blocks(args, base.config), args.overrides, name=name)
-    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=args.max_file_size)
+    target = ConversionTarget(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=args.max_file_size)
     started_s = time.monotonic()
     with Phases() as phases:
         made = convert(grown.checkpoint, FORMATS[NATIVE], args.output, target, resources, on_start=phases.start)
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _blocks(args: argparse.Namespace, before: RunConfig) -> tuple[Block, ...]:
+def _blocks(args: argparse.Namespace, before: RunConfig) -> tuple[GrownBlock, ...]:
     """The blocks of the grown model."""
     return grown_blocks(
         args.insert, num_layers=before.model.num_layers, num_inserted=args.blocks, placement=args.placement

@@ -26,7 +26,7 @@ _SPARE_BYTES = 2**31
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlace:
     """Observations of one place of the tables.
 
     Attributes:
@@ -52,7 +52,7 @@ def bench_files_rank(
         on_device: configuration with tables on the device, which comes first if it has room; None: it is left out.
         places: configurations with tables in files, by their folder.
     """
-    found: dict[str, Measured | None] = {}
+    found: dict[str, MeasuredPlace | None] = {}
     with session(config) as groups:
         if on_device is not None:
             planned = stage_bytes(on_device, 1, on_gpu=groups.on_gpu)[0].total
@@ -66,7 +66,7 @@ def bench_files_rank(
     print(wrapped(report(config, found, rounds, steps)), flush=True)
 
 
-def _measure(config: RunConfig, groups: ParallelGroups, rounds: int, steps: int) -> Measured:
+def _measure(config: RunConfig, groups: ParallelGroups, rounds: int, steps: int) -> MeasuredPlace:
     before = begin_peak(groups.device) - mapped_bytes(groups.device)
     run = SyntheticRun(config, groups)
     # What libraries keep is there after the first step, and rows of a second one have been fetched ahead.
@@ -93,10 +93,10 @@ def _measure(config: RunConfig, groups: ParallelGroups, rounds: int, steps: int)
     del run
     # Modules and their hooks refer to each other.
     gc.collect()
-    return Measured(seconds, peak, waits, digest)
+    return MeasuredPlace(seconds, peak, waits, digest)
 
 
-def report(config: RunConfig, found: Mapping[str, Measured | None], rounds: int, steps: int) -> str:
+def report(config: RunConfig, found: Mapping[str, MeasuredPlace | None], rounds: int, steps: int) -> str:
     """The figures in markdown."""
     train, parameters = config.train, count_parameters(config.model).tables
     head = ("tables", "ms of a step", "fetching", "writing back", "waited", "hidden", "GB at the peak")
@@ -109,7 +109,7 @@ step of the thread, and hidden is the share of them that no step waited for.
 {markdown_table(head, rows)}"""
 
 
-def _row(name: str, each: Measured | None) -> tuple[str, ...]:
+def _row(name: str, each: MeasuredPlace | None) -> tuple[str, ...]:
     if each is None:
         return name, "no room", *[""] * 5
     step = f"{1e3 * median(each.step_s):,.0f} ({1e3 * min(each.step_s):,.0f}-{1e3 * max(each.step_s):,.0f})"

@@ -23,7 +23,7 @@ _HEADER = ("prompt", "prompt ms", "ms per token", "tokens/s", "ratio", "MB", "mo
 
 
 @dataclass(frozen=True)
-class Contender:
+class TimedModel:
     """A model to time.
 
     Attributes:
@@ -39,14 +39,14 @@ class Contender:
 class _Timed:
     """A built model and its seconds: `prompt_s` until the first token is chosen, `token_s` for each after it."""
 
-    contender: Contender
+    contender: TimedModel
     model: MemoryGPTModel
     prompt_s: list[float]
     token_s: list[float]
 
 
 def bench_generation_rank(
-    contenders: Mapping[str, Contender], prompts: Sequence[int], num_tokens: int, rounds: int
+    contenders: Mapping[str, TimedModel], prompts: Sequence[int], num_tokens: int, rounds: int
 ) -> None:
     """Measure on the one rank, and print a line per model and length of a prompt."""
     first = next(iter(contenders.values())).config
@@ -73,7 +73,7 @@ def bench_generation_rank(
                 print(_line((str(length), *_figures(one, length + num_tokens, reference), name)), flush=True)
 
 
-def _build(contender: Contender, groups: ParallelGroups) -> _Timed:
+def _build(contender: TimedModel, groups: ParallelGroups) -> _Timed:
     vocab_size = contender.config.model.vocab_size
     assert vocab_size is not None, "nothing says how many token ids there are"
     (model,) = build_chunks(contender.config, groups, vocab_size=vocab_size)
@@ -138,12 +138,12 @@ def _line(cells: Sequence[str]) -> str:
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)) + "  " + cells[-1]
 
 
-def with_expanded(configs: Mapping[str, RunConfig], *, expanded: bool) -> dict[str, Contender]:
+def with_expanded(configs: Mapping[str, RunConfig], *, expanded: bool) -> dict[str, TimedModel]:
     """Models to time; with `expanded`, those whose heads expand their values both ways."""
     contenders = {}
     for name, config in configs.items():
-        contenders[name] = Contender(config)
+        contenders[name] = TimedModel(config)
         memory = config.model.memory
         if expanded and memory is not None and memory.expands_values:
-            contenders[f"{name} expanded"] = Contender(config, expanded=True)
+            contenders[f"{name} expanded"] = TimedModel(config, expanded=True)
     return contenders

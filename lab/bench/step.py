@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from lab.bench.step_profile import Phase, StepTimes, measure_turns, turns
+from lab.bench.step_profile import StepPhase, StepTimes, measure_turns, turns
 from lab.bench.timeline import RangeTimes
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
@@ -219,7 +219,7 @@ def _part_lines(planned: StepTime, marked: RangeTimes) -> Iterator[str]:
 def _phase_lines(marked: RangeTimes, step_s: float) -> Iterator[str]:
     total = marked.mean_s()
     yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} on the step without marks)"
-    for phase in Phase:
+    for phase in StepPhase:
         if seconds := marked.mean_s(phase=phase):
             yield f"    {phase:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%}"
 
@@ -230,7 +230,7 @@ def _memory_lines(marked: RangeTimes, costs: Mapping[Part, Cost]) -> Iterator[st
     yield f"  {'the memory in it':32} {of_memory * 1e3:10.2f} ms {of_memory / total:6.1%}   forward   backward  entered"
     for part in Part:
         if seconds := marked.mean_s(part=part):
-            forward, backward = (marked.mean_s(phase, part) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            forward, backward = (marked.mean_s(phase, part) for phase in (StepPhase.FORWARD, StepPhase.BACKWARD))
             entries = sum(number for where, number in marked.entries.items() if where.part == part)
             rate = _rate(costs[part], seconds) if part in costs else ""
             yield (

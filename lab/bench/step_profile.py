@@ -38,7 +38,7 @@ from pretrain.engine.session import relaid
 from pretrain.planning.costs.step import Part
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """A phase of a step, in the order of a report. Recomputation belongs to backward, zeroing gradients to the rest."""
 
     FORWARD = "forward"
@@ -72,7 +72,7 @@ def profiled_steps(
             hooks.add_tables(chunks, optimizer)
             hooks.add_exchange()
         for _ in range(count):
-            timeline.begin(Phase.REST)
+            timeline.begin(StepPhase.REST)
             step()
             sums.add(timeline.end())
     return sums
@@ -168,10 +168,10 @@ class _Hooks:
         # One object for all chunks of a rank.
         config = unwrap(chunks[0]).config
         self._set(config, "timers", _megatron_timers(self._timeline))
-        self._phase(config, "finalize_model_grads_func", Phase.REDUCTION)
+        self._phase(config, "finalize_model_grads_func", StepPhase.REDUCTION)
         for name in ("prepare_grads", "gradient_norms", "clip"):
-            self._phase(optimizer, name, Phase.CLIPPING)
-        self._phase(optimizer, "step_with_ready_grads", Phase.OPTIMIZER)
+            self._phase(optimizer, name, StepPhase.CLIPPING)
+        self._phase(optimizer, "step_with_ready_grads", StepPhase.OPTIMIZER)
 
     def add_memory(self, chunk: nn.Module) -> None:
         """The memory layers of a chunk, the banks that they read, and what they do once per step."""
@@ -247,9 +247,9 @@ def _megatron_timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
     """Timers of Megatron's schedules (`config.timers`): they say when they compute, and when they send."""
 
     def timer(name: str, log_level: int = 0) -> SimpleNamespace:
-        phase = {"forward-compute": Phase.FORWARD, "backward-compute": Phase.BACKWARD}.get(name)
+        phase = {"forward-compute": StepPhase.FORWARD, "backward-compute": StepPhase.BACKWARD}.get(name)
         if name.endswith(("-send", "-recv")):
-            phase = Phase.MESSAGES
+            phase = StepPhase.MESSAGES
         if phase is None:
             return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
         return SimpleNamespace(start=lambda **_: timeline.enter_phase(phase), stop=lambda **_: timeline.leave_phase())

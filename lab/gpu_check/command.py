@@ -26,7 +26,7 @@ from tools.words import plural
 if TYPE_CHECKING:
     from lab.gpu_check.judge import Verdict
     from lab.gpu_check.page import Output
-    from lab.gpu_check.plan import Command, Plan, Trial
+    from lab.gpu_check.plan import CheckPlan, Command, ShortTraining
     from lab.gpu_check.trial import Observed
     from pretrain.config.schema import RunConfig
 
@@ -83,7 +83,7 @@ def run_gpu_check(args: argparse.Namespace) -> int:
 class Check:
     """A plan on its way, and what is known so far."""
 
-    def __init__(self, plan: Plan, output: Path, *, num_gpus: int, minutes: float) -> None:
+    def __init__(self, plan: CheckPlan, output: Path, *, num_gpus: int, minutes: float) -> None:
         """Prepare.
 
         Args:
@@ -146,7 +146,7 @@ class Check:
         """Seconds for a process that a check starts now."""
         return max(60.0, self._deadline - time.monotonic())
 
-    def _try(self, trial: Trial) -> Verdict:
+    def _try(self, trial: ShortTraining) -> Verdict:
         from lab.gpu_check.judge import Verdict, judge
         from lab.gpu_check.trial import run_on_cpu, run_trial
         from parallel.launch import launch_ranks

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.gpu_check.plan import Trial
+from lab.gpu_check.plan import ShortTraining
 from lab.gpu_check.trial import Observed
 from pretrain.planning.costs.held import held_bytes
 
@@ -33,7 +33,7 @@ class Verdict:
     text: str
 
 
-def judge(trial: Trial, observed: Observed, like: Observed | None) -> Verdict:
+def judge(trial: ShortTraining, observed: Observed, like: Observed | None) -> Verdict:
     """Hold a trial against the one that it must be like, and its memory against the formula."""
     problems, parts = [], []
     first, last = observed.losses[0], observed.losses[-1]

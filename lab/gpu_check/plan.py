@@ -39,7 +39,7 @@ gradient. Two kernels on one CPU are 2e-2 apart in fp32."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class ShortTraining:
     """A short training.
 
     Attributes:
@@ -79,7 +79,7 @@ FOLDER = "{folder}"
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """All of it, in order: what only a GPU can tell comes first.
 
     Attributes:
@@ -89,19 +89,19 @@ class Plan:
         commands: commands by title, after the trials.
     """
 
-    trials: tuple[Trial, ...]
+    trials: tuple[ShortTraining, ...]
     first: Mapping[str, Command] = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
     resumed: RunConfig | None = None
 
 
-def full_plan() -> Plan:
+def full_plan() -> CheckPlan:
     """The quickstart's model, and four blocks of the 227M / 1.2B one, at the lengths that a CPU can follow."""
     small = quickstart()
     # With tables of their own, so that pipeline stages may part the blocks.
     four_blocks = ["model.num_layers=4", "model.memory.sharing={}"]
     slice_of_227m = load_config(CONFIGS / "ultramemv2" / "227m_1.2b.yaml", [*SHORT, *four_blocks])
-    return Plan(
+    return CheckPlan(
         first=dict(_only_on_a_gpu()),
         trials=(*trials_of("quickstart", small), *trials_of("227M slice", slice_of_227m)),
         commands={
@@ -139,23 +139,23 @@ def quickstart() -> RunConfig:
     return load_config(CONFIGS / "quickstart.yaml", [*SHORT, "model.vocab_size=4096"])
 
 
-def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
+def trials_of(name: str, model: RunConfig) -> Iterator[ShortTraining]:
     """One model on the CPU, on one GPU in every way that must not change what it learns, and on more of them."""
     for precision, tolerance in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
         config = with_keys(model, f"train.precision={precision}")
         on_cpu, on_gpu = f"{name}, {precision}, CPU", f"{name}, {precision}"
-        yield Trial(on_cpu, config, on_cpu=True)
-        yield Trial(on_gpu, config, like=on_cpu, tolerance=tolerance, holds=True)
+        yield ShortTraining(on_cpu, config, on_cpu=True)
+        yield ShortTraining(on_gpu, config, like=on_cpu, tolerance=tolerance, holds=True)
         for what, keys in {
             "kernels of PyTorch": ["train.kernels=torch"],
             "recomputed": ["train.recompute=full"],
             "tables stepped on the host": ["optimizer.value_offload=cpu"],
             "a graph of a microbatch": ["train.cuda_graph=microbatch"],
         }.items():
-            yield Trial(f"{on_gpu}, {what}", with_keys(config, *keys), like=on_gpu, tolerance=tolerance)
+            yield ShortTraining(f"{on_gpu}, {what}", with_keys(config, *keys), like=on_gpu, tolerance=tolerance)
         by_row = with_keys(config, "optimizer.tables=row_wise")
-        yield Trial(f"{on_cpu}, tables by row", by_row, on_cpu=True)
-        yield Trial(
+        yield ShortTraining(f"{on_cpu}, tables by row", by_row, on_cpu=True)
+        yield ShortTraining(
             f"{on_gpu}, tables by row",
             by_row,
             like=f"{on_cpu}, tables by row",
@@ -163,12 +163,12 @@ def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
             holds=True,
         )
         repeatable = with_keys(config, "train.deterministic=true")
-        yield Trial(f"{on_gpu}, deterministic", repeatable, like=on_gpu, tolerance=tolerance)
-        yield Trial(f"{on_gpu}, deterministic again", repeatable, like=f"{on_gpu}, deterministic")
+        yield ShortTraining(f"{on_gpu}, deterministic", repeatable, like=on_gpu, tolerance=tolerance)
+        yield ShortTraining(f"{on_gpu}, deterministic again", repeatable, like=f"{on_gpu}, deterministic")
         yield from _layouts(on_gpu, config, tolerance)
 
 
-def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial]:
+def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[ShortTraining]:
     repeatable = with_keys(config, "train.deterministic=true")
     for num_ranks, keys in (
         (2, ()),
@@ -185,17 +185,17 @@ def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial
             continue
         laid_out = with_keys(config, *(f"parallel.{key}" for key in keys))
         name = f"{on_gpu}, {', '.join(keys) or 'data'} on {num_ranks} GPUs"
-        yield Trial(name, laid_out, num_ranks, like=on_gpu, tolerance=tolerance)
+        yield ShortTraining(name, laid_out, num_ranks, like=on_gpu, tolerance=tolerance)
     for key in ("parallel.overlap_memory", "parallel.overlap_grad_reduce", "parallel.overlap_param_gather"):
         beside = with_keys(repeatable, "parallel.memory=2")
         name = f"{on_gpu}, {key.split('.')[1]}"
-        yield Trial(name, beside, 2, like=on_gpu, tolerance=tolerance)
+        yield ShortTraining(name, beside, 2, like=on_gpu, tolerance=tolerance)
         # Reduced in other parts, norms are summed in another order.
         rounded = tolerance if key == "parallel.overlap_grad_reduce" else 0.0
-        yield Trial(f"{name} off", with_keys(beside, f"{key}=false"), 2, like=name, tolerance=rounded)
+        yield ShortTraining(f"{name} off", with_keys(beside, f"{key}=false"), 2, like=name, tolerance=rounded)
         if key == "parallel.overlap_memory":
             on_half = with_keys(beside, "parallel.gradient_sm_share=0.5")
-            yield Trial(f"{name}, gradient_sm_share 0.5", on_half, 2, like=name, tolerance=rounded)
+            yield ShortTraining(f"{name}, gradient_sm_share 0.5", on_half, 2, like=name, tolerance=rounded)
 
 
 def _can_be_cut(config: RunConfig) -> bool:

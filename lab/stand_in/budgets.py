@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.stand_in.host_traffic import Finding, Traffic
+from lab.stand_in.host_traffic import LineTraffic, Traffic
 
 Unit = Literal["pass", "chunk", "forward", "microbatch", "mixture", "window", "item", "buffer", "token"]
 """One step or evaluation; a model chunk of the rank; a forward pass of one; a microbatch of one chunk that reads tokens;
@@ -105,7 +105,7 @@ class Excess:
         allowed: number of calls that are allowed.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[LineTraffic, ...]
     calls: int
     allowed: int
 
@@ -122,25 +122,25 @@ class CommandTraffic:
     """Traffic of one command, with how many units there were."""
 
     command: Command
-    findings: tuple[Finding, ...]
+    findings: tuple[LineTraffic, ...]
     units: Mapping[Unit, int]
 
-    def allowed(self, finding: Finding) -> int:
+    def allowed(self, finding: LineTraffic) -> int:
         """Calls of its kind that may come from its source."""
         return sum(rule.number * self.units.get(rule.unit, 0) for rule in self._rules(finding))
 
-    def reason(self, finding: Finding) -> str:
+    def reason(self, finding: LineTraffic) -> str:
         """Purpose for which its source may do it; nothing if it may not."""
         return "; ".join(rule.reason for rule in self._rules(finding))
 
-    def _rules(self, finding: Finding) -> list[Allowance]:
+    def _rules(self, finding: LineTraffic) -> list[Allowance]:
         key = finding.kind, finding.place.source
         return [rule for rule in ALLOWED[self.command] if (rule.kind, rule.source) == key]
 
     @property
     def excesses(self) -> tuple[Excess, ...]:
         """Everything beyond what is allowed, by kind and source."""
-        by_source: dict[tuple[Traffic, str], list[Finding]] = {}
+        by_source: dict[tuple[Traffic, str], list[LineTraffic]] = {}
         for finding in self.findings:
             by_source.setdefault((finding.kind, finding.place.source), []).append(finding)
         found = (Excess(tuple(each), sum(f.calls for f in each), self.allowed(each[0])) for each in by_source.values())

@@ -102,7 +102,7 @@ def restoring(rank: DryRank, gpu: StandInGpu) -> CommandTraffic:
     """Traffic of restoring a run from items as large as their targets."""
     num_items = 0
 
-    def load(folder: Path, targets_of: Callable[[Any], Sequence[loading.Target]]) -> None:
+    def load(folder: Path, targets_of: Callable[[Any], Sequence[loading.LoadTarget]]) -> None:
         nonlocal num_items
         # Of an index it is asked what is stored apart from what the model has.
         for target in targets_of(SimpleNamespace(tensors={})):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from pretrain.planning.dryrun.accesses import is_non_blocking, tensors_in
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, becomes_pinned, is_on_device
-from pretrain.planning.dryrun.lines import Place, calling_line
+from pretrain.planning.dryrun.lines import CallSite, calling_line
 
 
 class Traffic(StrEnum):
@@ -38,7 +38,7 @@ class Traffic(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class LineTraffic:
     """Traffic of one kind from one line.
 
     Attributes:
@@ -48,7 +48,7 @@ class Finding:
     """
 
     kind: Traffic
-    place: Place
+    place: CallSite
     what: str
     calls: int
     num_bytes: int
@@ -64,8 +64,8 @@ class HostTraffic(TorchDispatchMode):
         """Watch this GPU; within its stand-in."""
         super().__init__()
         self._gpu = gpu
-        self._calls: Counter[tuple[Traffic, Place, str]] = Counter()
-        self._bytes: Counter[tuple[Traffic, Place, str]] = Counter()
+        self._calls: Counter[tuple[Traffic, CallSite, str]] = Counter()
+        self._bytes: Counter[tuple[Traffic, CallSite, str]] = Counter()
 
     @contextmanager
     def watching(self) -> Iterator[HostTraffic]:
@@ -79,10 +79,10 @@ class HostTraffic(TorchDispatchMode):
         ):
             yield self
 
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[LineTraffic, ...]:
         """All traffic so far, by kind, the most frequent first."""
         keys = sorted(self._calls, key=lambda key: (list(Traffic).index(key[0]), -self._calls[key], key[1], key[2]))
-        return tuple(Finding(*key, self._calls[key], self._bytes[key]) for key in keys)
+        return tuple(LineTraffic(*key, self._calls[key], self._bytes[key]) for key in keys)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.common.device_bytes import SECTOR_BYTES, SORTED_IN_PLACE, radix_sort_bytes
 from pretrain.planning.dryrun.accesses import ROOM, accesses
 from pretrain.planning.dryrun.gpu import is_on_device
-from pretrain.planning.dryrun.lines import BACKWARD, Lines, Place
+from pretrain.planning.dryrun.lines import BACKWARD, CallSite, Lines
 
 _aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class MovedBytes(TorchDispatchMode):
                 self._add(line, _OPERATIONS.get(packet, _whole)(reads, writes))
         return out
 
-    def _add(self, line: Place, num_bytes: int) -> None:
+    def _add(self, line: CallSite, num_bytes: int) -> None:
         # In the backward pass of PyTorch's own operations the innermost line is that of the step.
         by_engine = line.through.startswith(BACKWARD) and line.line.startswith("pretrain/")
         self._bytes[line.through.removeprefix(BACKWARD) if by_engine else line.line] += num_bytes

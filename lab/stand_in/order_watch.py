@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, is_non_blocking, storage_of, tensors_in
 from pretrain.planning.dryrun.gpu import StandInGpu, becomes_pinned, is_on_device
-from pretrain.planning.dryrun.lines import Lines, Place
-from pretrain.planning.dryrun.order import HOST, Block, Clock, Race
+from pretrain.planning.dryrun.lines import CallSite, Lines
+from pretrain.planning.dryrun.order import HOST, Allocation, Clock, Race
 
 _aten = torch.ops.aten
-_Part = tuple[Block, int, int]
+_Part = tuple[Allocation, int, int]
 
 
 class OrderWatch(TorchDispatchMode):
@@ -36,7 +36,7 @@ class OrderWatch(TorchDispatchMode):
         """Watch this GPU; within its stand-in."""
         super().__init__()
         self._gpu, self._streams, self._order = gpu, gpu.streams, gpu.streams.order
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, Allocation] = {}
         # Those that nobody has waited for.
         self._works: set[_Work] = set()
         self._is_batch = False
@@ -91,7 +91,7 @@ class OrderWatch(TorchDispatchMode):
             self._launch(stream.name, name, line, filter(is_on_device, reads), filter(is_on_device, writes))
         return out
 
-    def _launch(self, actor: str, what: str, line: Place, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+    def _launch(self, actor: str, what: str, line: CallSite, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         self._order.launch(
             actor, what, line, reads=[self._part(one) for one in reads], writes=[self._part(one) for one in writes]
         )
@@ -104,7 +104,7 @@ class OrderWatch(TorchDispatchMode):
             self._launch(HOST, func._schema.name.removeprefix("aten::"), self._lines.line(), *known)
 
     def _copy(
-        self, func: Any, args: Any, kwargs: Any, reads: list[Tensor], writes: list[Tensor], stream: str, line: Place
+        self, func: Any, args: Any, kwargs: Any, reads: list[Tensor], writes: list[Tensor], stream: str, line: CallSite
     ) -> None:
         """A copy between host and device: the host waits for it, or reads its memory before it goes on, or both are
         left to the stream.
@@ -150,7 +150,7 @@ class OrderWatch(TorchDispatchMode):
         self._order.wait(self._streams.current().name, known)
         self._works.discard(work)
 
-    def _block(self, tensor: Tensor, owner: str, line: Place) -> Block:
+    def _block(self, tensor: Tensor, owner: str, line: CallSite) -> Allocation:
         """The memory of a tensor, which is new if it was not seen before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -181,7 +181,7 @@ class OrderWatch(TorchDispatchMode):
                 self._order.free(block)
                 owner = self._streams.launching(()).name
                 self._blocks[storage._cdata] = (
-                    self._order.allocate(owner, num_bytes, self._lines.line()) if num_bytes else Block(owner, 0)
+                    self._order.allocate(owner, num_bytes, self._lines.line()) if num_bytes else Allocation(owner, 0)
                 )
             return original(storage, num_bytes)
 
@@ -225,7 +225,7 @@ class _Work(Work):
         return True
 
 
-_BEFORE = Place("nowhere")
+_BEFORE = CallSite("nowhere")
 
 # Of PyTorch's operators, whose schemas do not say: positions of the tensors that are written, and of those that are read.
 _OF_COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.suite.plan import Plan, Question
+from lab.suite.plan import Question, SuitePlan
 from lab.suite.texts import Text, Writer
 from parallel.groups import ParallelGroups
 from pretrain.engine.build import Chunk, unwrap
@@ -22,14 +22,14 @@ from pretrain.evaluation.evaluate import passes_over
 from pretrain.progress import Progress
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+class AnswerRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """A row for every answer to every question of one length.
 
     A row is `tokens`, `labels`, `position_ids`, `row` (its number, at every token), int64, and `loss_mask`, float32:
     1 where the label is a token of the answer; each [s].
     """
 
-    def __init__(self, writer: Writer, plan: Plan, length: int) -> None:
+    def __init__(self, writer: Writer, plan: SuitePlan, length: int) -> None:
         self.sequence_length, self._plan = length, plan
         self._questions: Sequence[Question] = plan.questions()
         self._eod = writer.tokenizer.eod
@@ -71,7 +71,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def ask(
     chunks: Sequence[Chunk],
-    rows: Rows,
+    rows: AnswerRows,
     groups: ParallelGroups,
     *,
     micro_batch_size: int,

@@ -24,7 +24,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SuitePlan:
     """The questions of a suite.
 
     Attributes:
@@ -108,7 +108,7 @@ class Answers:
         return cls(**{**values, "overrides": tuple(values["overrides"]), "cells": cells})
 
 
-def cells(plan: Plan, length: int, scores: Sequence[Sequence[tuple[float, float, float]]]) -> Iterator[Cell]:
+def cells(plan: SuitePlan, length: int, scores: Sequence[Sequence[tuple[float, float, float]]]) -> Iterator[Cell]:
     """The cells of one length.
 
     Args:

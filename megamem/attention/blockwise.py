@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.attention.documents import Tile
+from megamem.attention.documents import ScoreTile
 from megamem.attention.tile import tile_attention, tile_gradients
 
 
-def tiled_attention(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
+def tiled_attention(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[ScoreTile], scale: float) -> Tensor:
     """Attention over the scores that `tiles` name, which give every query at least one key.
 
     Args:
@@ -39,7 +39,9 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[T
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[ScoreTile], scale: float
+    ) -> Tensor:
         partial = PartialAttention(query, scale)
         partial.add(key, value, tiles)
         out = partial.out
@@ -72,7 +74,7 @@ class PartialAttention:
         """[q, b, n, d] in the dtype of the queries."""
         return self._out.to(self._query.dtype)
 
-    def add(self, key: Tensor, value: Tensor, tiles: Iterable[Tile]) -> None:
+    def add(self, key: Tensor, value: Tensor, tiles: Iterable[ScoreTile]) -> None:
         """Let the queries attend to some of the keys and values [k, b, g, d]."""
         for tile in tiles:
             of_queries, of_keys = (tile.queries, tile.sequences), (tile.keys, tile.sequences)
@@ -103,7 +105,7 @@ class PartialGradients:
         """Gradient of the queries [q, b, n, d], in their dtype."""
         return self._grad_query.to(self._query.dtype)
 
-    def add(self, key: Tensor, value: Tensor, tiles: Iterable[Tile]) -> Tensor:
+    def add(self, key: Tensor, value: Tensor, tiles: Iterable[ScoreTile]) -> Tensor:
         """Gradients of some keys and values [k, b, g, d], stacked [2, k, b, g, d], in at least fp32."""
         grads = torch.zeros(2, *key.shape, dtype=_accumulated(key), device=key.device)
         for tile in tiles:

@@ -61,7 +61,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Tile:
+class ScoreTile:
     """Queries and keys between which no score is masked, or of which the same tokens are masked causally.
 
     Attributes:
@@ -95,7 +95,7 @@ class Documents:
         # No Host sync: bounds are in host memory.
         return Documents(length, None if bounds is None else tuple(bounds.tolist()))
 
-    def tiles(self, queries: Slice, keys: Slice) -> Iterator[Tile]:
+    def tiles(self, queries: Slice, keys: Slice) -> Iterator[ScoreTile]:
         """The scores that there are between two slices, which are equal or have no token in common; there may be none."""
         if keys.start >= queries.stop or keys.start == keys.stop:
             return
@@ -105,7 +105,7 @@ class Documents:
             of_queries = max(start, queries.start), min(stop, queries.stop)
             of_keys = max(start, keys.start), min(stop, keys.stop)
             if of_keys[0] < of_keys[1]:
-                yield Tile(sequences, queries.held(*of_queries), keys.held(*of_keys), causal)
+                yield ScoreTile(sequences, queries.held(*of_queries), keys.held(*of_keys), causal)
 
     def _reaching_into(self, part: Slice) -> Iterator[tuple[slice, int, int]]:
         """The documents of which a slice has tokens: their sequences, and where they begin and end in these."""

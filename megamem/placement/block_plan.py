@@ -133,7 +133,7 @@ def sum_over_blocks(model: ModelConfig, figure: Callable[[BlockPlan], int]) -> i
 
 
 @dataclass(frozen=True)
-class Unit:
+class UncutBlocks:
     """Blocks first..last of which no chunk may hold a part only.
 
     They share a memory bank, a memory reads at the first of them and adds after the last, or that of the last reads with
@@ -145,13 +145,13 @@ class Unit:
     kind: Literal["group", "span", "query"]
 
 
-def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
+def unsplittable_units(model: ModelConfig) -> tuple[UncutBlocks, ...]:
     """Units that no edge of a chunk may cross, because tables, pending outputs and queries do not travel between stages."""
     spans = model.memory_spans
-    units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
-    units += [Unit(span.queried, span.read, "query") for span in spans if span.queried is not None]
+    units = [UncutBlocks(span.read, span.add, "span") for span in spans if span.is_skip]
+    units += [UncutBlocks(span.queried, span.read, "query") for span in spans if span.queried is not None]
     for bank in model.memory_plan.banks:
         first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
         if last > first and not bank.on_every_stage:
-            units.append(Unit(first, last, "group"))
+            units.append(UncutBlocks(first, last, "group"))
     return tuple(units)

@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
 from megamem.identity import Role
-from megamem.memory_config import Backbone, Lookup, LossWeights, MemoryConfig, Observed, Scoring, Table
+from megamem.memory_config import Backbone, LookupShape, LossWeights, MemoryConfig, ObservedQuantities, Scoring, Table
 from megamem.placement.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]
@@ -91,16 +91,16 @@ class RetrievalConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_heads * self.top_k)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_heads * self.top_k)
 
     @property
     def loss_weights(self) -> LossWeights:
         return LossWeights(key_balance=self.key_balance_weight, balance_sequences=self.key_balance_sequences)
 
     @property
-    def observed(self) -> Observed:
-        return Observed(scores=True)
+    def observed(self) -> ObservedQuantities:
+        return ObservedQuantities(scores=True)
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class TuckerConfig(RetrievalConfig):
         return values, Table("pre_values", self.pre_value_dim, "pre_value_dim", group="pre_values")
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(
+    def lookup(self) -> LookupShape:
+        return LookupShape(
             rows=self.num_heads * self.top_k,
             scores=self.num_cores,
             bins=self.num_value_projections,
@@ -231,8 +231,8 @@ class TuckerConfig(RetrievalConfig):
         )
 
     @property
-    def observed(self) -> Observed:
-        return Observed(scores=True, spectrum=(self.num_heads, self.tucker_rank))
+    def observed(self) -> ObservedQuantities:
+        return ObservedQuantities(scores=True, spectrum=(self.num_heads, self.tucker_rank))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Scoring, Table
+from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Scoring, Table
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span
 
@@ -107,8 +107,8 @@ class MixedValuesConfig(TokenTableConfig):
         return {"num_gate_heads": self.num_gate_heads} if self.mixed_into == "values" else {}
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.rows_per_token, scores=self.num_gate_heads)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.rows_per_token, scores=self.num_gate_heads)
 
     def check(self, backbone: Backbone) -> None:
         super().check(backbone)

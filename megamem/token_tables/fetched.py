@@ -29,7 +29,7 @@ class RowFetch(Protocol):
         ...
 
 
-class Records(Protocol):
+class RecordBytes(Protocol):
     """Records of a table, as an array of bytes [rows, record_bytes] gives them."""
 
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.uint8]:
@@ -47,7 +47,7 @@ class FetchedRows:
 
     def __init__(
         self,
-        records: Records,
+        records: RecordBytes,
         codec: RowCodec,
         *,
         rows_per_token: int,

@@ -29,7 +29,7 @@ DTYPE_BYTES = {
 _MOST_FIELDS = 32
 
 
-class Record:
+class IndexObject:
     """An object of the index: the fields of its class, without the behaviour."""
 
     # Left out of the pickle where they are None.
@@ -42,11 +42,11 @@ class Record:
         vars(self).update(state)
 
 
-class IndexRecord(Record):
+class IndexRecord(IndexObject):
     """PyTorch's `Metadata`."""
 
 
-class TensorRecord(Record):
+class TensorRecord(IndexObject):
     """PyTorch's `TensorStorageMetadata`."""
 
     properties: Any
@@ -54,7 +54,7 @@ class TensorRecord(Record):
     chunks: Any
 
 
-class PropertiesRecord(Record):
+class PropertiesRecord(IndexObject):
     """PyTorch's `TensorProperties`, of which the dtype's name is kept."""
 
     def __setstate__(self, state: Any) -> None:
@@ -101,11 +101,11 @@ _KNOWN: dict[tuple[str, str], Any] = {
     (_METADATA, "TensorStorageMetadata"): TensorRecord,
     (_METADATA, "TensorProperties"): PropertiesRecord,
     **{
-        (_METADATA, name): Record
+        (_METADATA, name): IndexObject
         for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
     },
-    **{(_FILESYSTEM, name): Record for name in ("_StorageInfo", "_StoragePrefix")},
-    **{(_PLANNER, name): Record for name in ("SavePlan", "TensorWriteData", "WriteItem")},
+    **{(_FILESYSTEM, name): IndexObject for name in ("_StorageInfo", "_StoragePrefix")},
+    **{(_PLANNER, name): IndexObject for name in ("SavePlan", "TensorWriteData", "WriteItem")},
     (_METADATA, "_MEM_FORMAT_ENCODING"): _unread,
     (_PLANNER, "WriteItemType"): _unread,
     # Python 3.13 moved it.

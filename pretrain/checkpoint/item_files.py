@@ -84,7 +84,7 @@ class HashedFile:
 
 
 @dataclass(frozen=True)
-class WrittenFile:
+class WrittenItemFile:
     """A file that is on disk, with what is in it."""
 
     name: str
@@ -110,7 +110,7 @@ class FileWriters:
         """
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")
-        self._futures: list[Future[WrittenFile]] = [
+        self._futures: list[Future[WrittenItemFile]] = [
             self._threads.submit(
                 self._write, folder / f"__{rank}_{number}.distcp", {item: data[item] for item in items}
             )
@@ -129,7 +129,7 @@ class FileWriters:
         failures = [error for future in self._futures if future.done() and (error := future.exception()) is not None]
         return min(failures, key=lambda error: isinstance(error, SaveAbandonedError), default=None)
 
-    def wait(self) -> list[WrittenFile]:
+    def wait(self) -> list[WrittenItemFile]:
         """The files, when all of them are on disk.
 
         Raises:
@@ -145,7 +145,7 @@ class FileWriters:
         """Write no further than the items at hand."""
         self._stop.set()
 
-    def _write(self, path: Path, data: Mapping[Region, Tensor]) -> WrittenFile:
+    def _write(self, path: Path, data: Mapping[Region, Tensor]) -> WrittenItemFile:
         try:
             return write_file(path, data, self._stop)
         except BaseException:
@@ -154,7 +154,7 @@ class FileWriters:
             raise
 
 
-def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event) -> WrittenFile:
+def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event) -> WrittenItemFile:
     """Write items into a new file, one after the other, until another thread says stop.
 
     Raises:
@@ -169,7 +169,7 @@ def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event)
             start = file.num_bytes
             torch.save(with_storage_of_its_own(tensor), file)  # type: ignore[arg-type]
             items.append(StoredItem(path.name, start, file.num_bytes - start, region))
-    return WrittenFile(path.name, file.recorded, tuple(items))
+    return WrittenItemFile(path.name, file.recorded, tuple(items))
 
 
 def files_of(data: Mapping[Region, Tensor], num_threads: int) -> list[list[Region]]:

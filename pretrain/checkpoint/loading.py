@@ -28,7 +28,7 @@ _READING_THREADS = 2
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """Destination of a region of a stored tensor.
 
     Attributes:
@@ -49,7 +49,7 @@ class Target:
     factor: float | None = None
 
 
-def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
+def load(folder: Path, targets_of: Callable[[Index], Sequence[LoadTarget]]) -> None:
     """Fill this rank's targets from the checkpoint in a folder. Collective.
 
     Args:
@@ -96,7 +96,7 @@ def _agree(problem: str | None) -> None:
         raise CheckpointError(found)
 
 
-def _shortfall(target: Target, index: Index) -> str | None:
+def _shortfall(target: LoadTarget, index: Index) -> str | None:
     """Missing parts of a target, in words; None if the checkpoint has all of it. Stored parts do not overlap."""
     name = target.region.name
     if name not in index.tensors:
@@ -109,9 +109,9 @@ def _shortfall(target: Target, index: Index) -> str | None:
     return f"{missing} elements of {name} are missing" if missing > 0 else None
 
 
-def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
+def _fill(folder: Path, index: Index, targets: Sequence[LoadTarget]) -> str | None:
     """Read every item that a target has a part of. Returns the error in words; None if there is none."""
-    uses: dict[StoredItem, list[Target]] = {}
+    uses: dict[StoredItem, list[LoadTarget]] = {}
     for target in targets:
         for item in index.items[target.region.name]:
             if overlap(target.region, item.region) is not None:
@@ -147,7 +147,7 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
     return None
 
 
-def _copy(stored: LazyTensor, region: Region, target: Target) -> None:
+def _copy(stored: LazyTensor, region: Region, target: LoadTarget) -> None:
     common = overlap(region, target.region)
     assert common is not None
     source = stored.read(tuple(part.start for part in slices_in(common, region)), common.shape)

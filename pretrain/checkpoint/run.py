@@ -19,7 +19,7 @@ from megamem.trained_part import TrainedPart
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name, scales_in
 from pretrain.checkpoint.index import Index
-from pretrain.checkpoint.loading import Target, load
+from pretrain.checkpoint.loading import LoadTarget, load
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.checkpoint.write_plan import region_of
@@ -93,12 +93,12 @@ def restore_run(
             shard.data.fill_(1)
     stale: list[_Stale] = []
 
-    def moments_of_rows(index: Index) -> Iterator[Target]:
+    def moments_of_rows(index: Index) -> Iterator[LoadTarget]:
         for moments, last_updates in _stale_moments(state, index):
             stale.append(moments)
             yield last_updates
 
-    def targets_of(index: Index) -> list[Target]:
+    def targets_of(index: Index) -> list[LoadTarget]:
         scales = _scales(saved.path, index)
         return [
             *_weight_targets(untrained, index, saved.weights_dtype, scales),
@@ -135,7 +135,7 @@ def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn
     return updates_of
 
 
-def _state_targets(shards: Sequence[ShardedTensor], index: Index, scales: Mapping[str, float]) -> Iterator[Target]:
+def _state_targets(shards: Sequence[ShardedTensor], index: Index, scales: Mapping[str, float]) -> Iterator[LoadTarget]:
     """Targets of main weights, moments and scales. Where the weights were not trained, they are the main weights.
 
     Args:
@@ -174,7 +174,7 @@ def _check_matrices(shard: ShardedTensor, weight: str, index: Index) -> None:
             )
 
 
-def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterator[Target]:
+def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterator[LoadTarget]:
     """Targets of a table's moments that a checkpoint has none of, by those that its other update kept.
 
     The mean over a row of AdamW's second moments is the row's, to rounding: both are averages over the same steps. The
@@ -188,11 +188,11 @@ def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterato
     if shard.key == of_rows and of_elements in index.tensors:
         num_rows, columns = shard.global_shape[0], index.tensors[of_elements].shape[1]
         region = Region(of_elements, (shard.global_offset[0], 0), (shard.local_shape[0], columns))
-        yield Target(region, (num_rows, columns), shard.data, rows="mean")
+        yield LoadTarget(region, (num_rows, columns), shard.data, rows="mean")
     elif shard.key == of_elements and of_rows in index.tensors:
         whole = region_of(shard)
         region = Region(of_rows, whole.offset[:1], whole.shape[:1])
-        yield Target(region, tuple(shard.global_shape[:1]), shard.data.detach().view(whole.shape), rows="spread")
+        yield LoadTarget(region, tuple(shard.global_shape[:1]), shard.data.detach().view(whole.shape), rows="spread")
     elif shard.key != first or of_rows not in index.tensors:
         # Its absence is an error.
         yield _target(shard)
@@ -218,7 +218,7 @@ class _Stale:
         self.moments.mul_(torch.pow(beta2, elapsed).float().unsqueeze(1))
 
 
-def _stale_moments(shards: Sequence[ShardedTensor], index: Index) -> Iterator[tuple[_Stale, Target]]:
+def _stale_moments(shards: Sequence[ShardedTensor], index: Index) -> Iterator[tuple[_Stale, LoadTarget]]:
     """Moments of elements that come from rows, and targets of the rows' last updates."""
     *_, name = ROW_WISE.per_row
     prefix = f"{STATE_PREFIX}{ADAMW.per_element[-1]}."
@@ -229,7 +229,7 @@ def _stale_moments(shards: Sequence[ShardedTensor], index: Index) -> Iterator[tu
             whole = region_of(shard)
             stale = _Stale(weight, shard.data.detach().view(whole.shape), shard.data.new_zeros(whole.shape[0]))
             region = Region(last_updates, whole.offset[:1], whole.shape[:1])
-            yield stale, Target(region, tuple(shard.global_shape[:1]), stale.last_updates)
+            yield stale, LoadTarget(region, tuple(shard.global_shape[:1]), stale.last_updates)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
@@ -243,7 +243,7 @@ def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
     shards = [shard for _, shard in walk_shards(_model_entries(chunks))]
     name_of_dtype = folders.read_state(path).weights_dtype
 
-    def targets_of(index: Index) -> list[Target]:
+    def targets_of(index: Index) -> list[LoadTarget]:
         return [*_weight_targets(shards, index, name_of_dtype, _scales(path, index))]
 
     load(path, targets_of)
@@ -260,7 +260,7 @@ def _scales(path: Path, index: Index) -> dict[str, float]:
 
 def _weight_targets(
     shards: Sequence[ShardedTensor], index: Index, name_of_dtype: str | None, scales: Mapping[str, float]
-) -> Iterator[Target]:
+) -> Iterator[LoadTarget]:
     derived = derived_weights(index.tensors)
     for shard in shards:
         factor = scales.get(shard.key)
@@ -276,11 +276,13 @@ def _target(
     name: str | None = None,
     rounded_to: torch.dtype | None = None,
     factor: float | None = None,
-) -> Target:
+) -> LoadTarget:
     region = region_of(shard)
     if name is not None:
         region = type(region)(name, region.offset, region.shape)
-    return Target(region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to, factor=factor)
+    return LoadTarget(
+        region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to, factor=factor
+    )
 
 
 def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
 from pretrain.checkpoint.index import INDEX_FILE
 from pretrain.checkpoint.index_writer import pickled_index
-from pretrain.checkpoint.item_files import FileWriters, HashedFile, SaveAbandonedError, WrittenFile
+from pretrain.checkpoint.item_files import FileWriters, HashedFile, SaveAbandonedError, WrittenItemFile
 from pretrain.checkpoint.staging import StagingBuffer
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.write_plan import data_of, held_shards, plan_writes
@@ -214,7 +214,7 @@ class Saver:
 
     def _collect(self, save: _Save, *, background: bool) -> None:
         """Wait for the files that the ranks write, gather their list, and have rank 0 begin to finalise."""
-        written: list[WrittenFile] = []
+        written: list[WrittenItemFile] = []
 
         def wait() -> None:
             written.extend(save.writers.wait())
@@ -267,7 +267,7 @@ def _content(config: RunConfig, state: RunState) -> dict[str, Any]:
     }
 
 
-def _finalise(save: _Save, written: Sequence[WrittenFile]) -> int:
+def _finalise(save: _Save, written: Sequence[WrittenItemFile]) -> int:
     """Make a checkpoint of the files that all ranks have written; rank 0 does.
 
     Returns:

@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class StagedBytes:
     """Bytes of a chunk, from `start` on."""
 
     chunk: int
@@ -66,17 +66,17 @@ class StagingBuffer:
             self._chunks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
 
 
-def placed(sizes: Iterable[int]) -> tuple[list[Place], list[int]]:
+def placed(sizes: Iterable[int]) -> tuple[list[StagedBytes], list[int]]:
     """Places of items of so many bytes, each in the first chunk that has room for it, and the bytes used of each chunk.
 
     An item that is larger than a chunk has one of its own.
     """
-    places: list[Place] = []
+    places: list[StagedBytes] = []
     used: list[int] = []
     for size in sizes:
         chunk = next((number for number, start in enumerate(used) if start + size <= CHUNK_BYTES), len(used))
         if chunk == len(used):
             used.append(0)
-        places.append(Place(chunk, used[chunk]))
+        places.append(StagedBytes(chunk, used[chunk]))
         used[chunk] += -(-max(1, size) // _ALIGNMENT) * _ALIGNMENT
     return places, used

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megamem.memory_config import MemoryConfig
-from megamem.placement.block_plan import Unit, unsplittable_units
+from megamem.placement.block_plan import UncutBlocks, unsplittable_units
 from megamem.retrieval.config import RetrievalConfig
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.context_ways import heads_problem
@@ -238,7 +238,7 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _nearest_text(config: RunConfig, units: Sequence[Unit]) -> str:
+def _nearest_text(config: RunConfig, units: Sequence[UncutBlocks]) -> str:
     layouts = nearest_pipelines(
         config.model.num_layers, units, config.parallel.pipeline, config.parallel.virtual_pipeline
     )
@@ -246,7 +246,9 @@ def _nearest_text(config: RunConfig, units: Sequence[Unit]) -> str:
     return "the nearest layouts that work are " + ", ".join(texts)
 
 
-def nearest_pipelines(num_layers: int, units: Sequence[Unit], pipeline: int, virtual: int) -> list[tuple[int, int]]:
+def nearest_pipelines(
+    num_layers: int, units: Sequence[UncutBlocks], pipeline: int, virtual: int
+) -> list[tuple[int, int]]:
     """(pipeline, virtual pipeline) sizes whose chunks are equal and split no unit, the most similar first."""
     layouts = []
     for stages in range(1, num_layers + 1):
@@ -258,7 +260,9 @@ def nearest_pipelines(num_layers: int, units: Sequence[Unit], pipeline: int, vir
     return layouts[:_MAX_LAYOUTS_LISTED]
 
 
-def _split_if_even(units: Sequence[Unit], num_layers: int, pipeline: int, virtual: int) -> tuple[Unit, ...]:
+def _split_if_even(
+    units: Sequence[UncutBlocks], num_layers: int, pipeline: int, virtual: int
+) -> tuple[UncutBlocks, ...]:
     return split_units(units, model_chunks(num_layers, pipeline=pipeline, virtual_pipeline=virtual, layout=None))
 
 

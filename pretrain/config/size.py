@@ -87,7 +87,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BackboneShape:
     """Widths of a dense backbone.
 
     Attributes:
@@ -124,7 +124,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """Length, batch and rates.
 
     Attributes:
@@ -144,7 +144,7 @@ class Run:
     warmup_steps: int
 
 
-def shape_of(size: Size, given: Given) -> Shape:
+def shape_of(size: Size, given: Given) -> BackboneShape:
     """The backbone of a size.
 
     Depth follows a width that is given, and width a depth. Heads, groups and the inner width of a feed-forward that are
@@ -155,7 +155,7 @@ def shape_of(size: Size, given: Given) -> Shape:
     return _shape(num_layers, width, given)
 
 
-def run_of(shape: Shape, given: Given) -> Run:
+def run_of(shape: BackboneShape, given: Given) -> Training:
     """Length, batch and rates of a backbone's training.
 
     Batch and peak rate are those of 20 tokens per parameter, whatever the number of steps: a few steps, taken to try a
@@ -167,7 +167,7 @@ def run_of(shape: Shape, given: Given) -> Run:
     batch = given.global_batch_size or _power_of_two(0.2920 * compute**0.3271 / length)
     num_steps = given.num_steps or math.ceil(tokens / (batch * length))
     lr = given.lr or _two_digits(0.3118 * compute**-0.1250)
-    return Run(length, batch, num_steps, lr, _two_digits(lr / 10), min(_MOST_WARMUP_STEPS, num_steps // 4))
+    return Training(length, batch, num_steps, lr, _two_digits(lr / 10), min(_MOST_WARMUP_STEPS, num_steps // 4))
 
 
 def head_width(width: int) -> int:
@@ -175,11 +175,11 @@ def head_width(width: int) -> int:
     return 128 if width % (128 * _TENSOR_RANKS) == 0 else 64
 
 
-def _shape(num_layers: int, width: int, given: Given) -> Shape:
+def _shape(num_layers: int, width: int, given: Given) -> BackboneShape:
     heads = given.num_attention_heads or max(1, width // head_width(width))
     # As in Llama 3 (arXiv 2407.21783) at every size: keys and values of 8 heads, one for each tensor-parallel rank.
     has_groups = width >= _GROUPED_FROM and heads % _TENSOR_RANKS == 0
-    return Shape(
+    return BackboneShape(
         num_layers,
         width,
         heads,

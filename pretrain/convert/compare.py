@@ -14,7 +14,7 @@ from pretrain.checkpoint.store.tensors import TensorReader, pieces
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Difference between two checkpoints in one tensor.
 
     Attributes:
@@ -46,7 +46,7 @@ def differences(
     num_workers: int = 1,
     max_piece_bytes: int = 2**24,
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """Compare tensors of these names.
 
     Args:
@@ -70,7 +70,7 @@ def differences(
             )
             for name in names
         ]
-        return [Difference(name, text) for name, task in tasks if (text := task.result()) is not None]
+        return [TensorDifference(name, text) for name, task in tasks if (text := task.result()) is not None]
 
 
 def _compare(
@@ -125,7 +125,7 @@ def _compare_piece(a: Tensor, b: Tensor, tolerance: float, found: _Values) -> No
 
 def nonfinite_tensors(
     reader: TensorReader, names: Sequence[str], max_piece_bytes: int, on_bytes: Callable[[int], None]
-) -> Iterator[Difference]:
+) -> Iterator[TensorDifference]:
     """Tensors that hold NaN or infinity, and how many."""
     for name in names:
         info = reader.tensors[name]
@@ -136,7 +136,7 @@ def nonfinite_tensors(
             if tensor.dtype.is_floating_point:
                 number += tensor.numel() - int(tensor.isfinite().sum())
         if number:
-            yield Difference(name, f"holds {number:,} elements that are not finite")
+            yield TensorDifference(name, f"holds {number:,} elements that are not finite")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -17,8 +17,8 @@ from pretrain.checkpoint.folder import STATE_FILE
 from pretrain.checkpoint.newest import damaged_files, naming_older_ones, refuse_damage
 from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_files
 from pretrain.config.loader import to_dict
-from pretrain.convert.compare import Counter, Difference, differences
-from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint, Target, as_values
+from pretrain.convert.compare import Counter, TensorDifference, differences
+from pretrain.convert.format import CheckpointFormat, ConversionTarget, OpenedCheckpoint, as_values
 from pretrain.convert.paths import check_destination
 from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError, ConfigError
@@ -47,7 +47,7 @@ def convert(
     source: OpenedCheckpoint,
     kind: CheckpointFormat,
     destination: Path,
-    target: Target,
+    target: ConversionTarget,
     resources: Resources,
     *,
     on_start: Callable[[str, int], Callable[[int], None]],
@@ -120,7 +120,7 @@ def _identity(source: OpenedCheckpoint) -> Any:
     return {"path": path, "format": source.format_name, "state": state, "config": config, "notes": notes}
 
 
-def _unequal(destination: Path, found: list[Difference]) -> str:
+def _unequal(destination: Path, found: list[TensorDifference]) -> str:
     named = "; ".join(f"{each.name} {each.text}" for each in found[:5])
     return (
         f"what was read back from {destination} is not what was to be written: {named}"

@@ -90,7 +90,7 @@ class OpenedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Target:
+class ConversionTarget:
     """Properties that the result of a conversion is to have.
 
     Attributes:
@@ -169,7 +169,7 @@ class CheckpointFormat(SourceFormat, Protocol):
         """Tell whether it can hold the optimizer's state."""
         ...
 
-    def convert(self, source: OpenedCheckpoint, target: Target) -> Conversion:
+    def convert(self, source: OpenedCheckpoint, target: ConversionTarget) -> Conversion:
         """Prepare a conversion, without writing.
 
         Raises:
@@ -178,6 +178,6 @@ class CheckpointFormat(SourceFormat, Protocol):
         ...
 
 
-def as_values(target: Target) -> dict[str, Any]:
+def as_values(target: ConversionTarget) -> dict[str, Any]:
     """A target as plain values, by which two of them are told apart."""
     return {**asdict(target), "dtype": str(target.dtype)}

@@ -63,7 +63,7 @@ class HoldOut:
 
 
 @dataclass(frozen=True)
-class Division:
+class TextDivision:
     """Texts by their number.
 
     Attributes:
@@ -109,7 +109,7 @@ class DrawnDocuments:
         return self._texts[1]
 
 
-def mended(hold_out: HoldOut, drawn: DrawnDocuments, *, can_cut: bool) -> Division | None:
+def mended(hold_out: HoldOut, drawn: DrawnDocuments, *, can_cut: bool) -> TextDivision | None:
     """The division of texts where the draw parts equal documents, or is not about as much of all text as was asked for;
     None: the draw is right as it is.
 
@@ -121,7 +121,7 @@ def mended(hold_out: HoldOut, drawn: DrawnDocuments, *, can_cut: bool) -> Divisi
     if not (0 < held_out.sum() < len(held_out) and hold_out.is_about(sizes[held_out].sum() / sizes.sum())):
         return divide(hold_out, sizes.tolist(), can_cut=can_cut)
     parts_none = bool((held_out[drawn.texts] == drawn.held_out).all())
-    return None if parts_none else Division(frozenset(np.flatnonzero(held_out).tolist()))
+    return None if parts_none else TextDivision(frozenset(np.flatnonzero(held_out).tolist()))
 
 
 def held_out_score(seed: int, document_index: int) -> float:
@@ -130,7 +130,7 @@ def held_out_score(seed: int, document_index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2.0**53
 
 
-def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Division:
+def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> TextDivision:
     """The texts to hold out by their bytes. At least one is, or the end of one, and one is left.
 
     In the order of scores each one but the longest is held out that brings their bytes nearer to the share asked for. If
@@ -156,19 +156,19 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Divisio
             num_bytes += sizes[index]
     held_out = frozenset(taken)
     if num_bytes >= wanted / 2 and taken:
-        return Division(held_out)
+        return TextDivision(held_out)
     rest = [index for index in order if index not in held_out]
     shortest = min(rest, key=sizes.__getitem__)
     cuttable = [index for index in rest if can_cut and sizes[index] > _MOST_PER_CHARACTER]
     if len(rest) > 1 and (sizes[shortest] <= _MOST_WHOLE * total or not cuttable):
-        return Division(frozenset([*taken, shortest]))
+        return TextDivision(frozenset([*taken, shortest]))
     # A single text may be shorter: only the code that cuts it knows its characters.
     if cuttable or (can_cut and not taken):
         longer = (cuttable or rest)[0]
-        return Division(held_out, longer, (wanted - num_bytes) / sizes[longer])
+        return TextDivision(held_out, longer, (wanted - num_bytes) / sizes[longer])
     if not taken:
         raise DataError(
             "There is only one prompt with an answer, or conversation, and training and validation need one each: add some, or leave "
             "validation out with --validation-fraction 0."
         )
-    return Division(held_out)
+    return TextDivision(held_out)

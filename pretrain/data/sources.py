@@ -42,7 +42,7 @@ class BadDocument(Exception):
 
 
 @dataclass(frozen=True)
-class Record:
+class SourceRecord:
     """An undecoded document.
 
     `payload` is a line (bytes), a column's value (str, or None for null), a class and codes (str) or None for a text file,
@@ -110,7 +110,7 @@ def refuse_kinds(files: Sequence[SourceFile], bad_documents: BadDocumentLog) -> 
             bad_documents.add(path, refusal)
 
 
-def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Record]:
+def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[SourceRecord]:
     """Cut the files into records, in order. A file that breaks ends with one record that says so.
 
     The column `field_name` of a table is read; JSON lines are not looked into.
@@ -123,45 +123,47 @@ def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Recor
         elif file.kind == "codes":
             yield from _code_records(file)
         else:
-            yield Record(file, 0, None, file.size_bytes, file.refusal)
+            yield SourceRecord(file, 0, None, file.size_bytes, file.refusal)
 
 
-def _json_records(file: SourceFile) -> Iterator[Record]:
+def _json_records(file: SourceFile) -> Iterator[SourceRecord]:
     row, position = 0, 0
     try:
         for row, (line, next_position) in enumerate(read_lines(file.path), start=1):
             if line and not line.isspace():
-                yield Record(file, row, line, next_position - position)
+                yield SourceRecord(file, row, line, next_position - position)
                 position = next_position
     except UNREADABLE as error:
-        yield Record(file, row + 1, None, file.size_bytes - position, failure=f"the file cannot be read on ({error})")
+        yield SourceRecord(
+            file, row + 1, None, file.size_bytes - position, failure=f"the file cannot be read on ({error})"
+        )
 
 
-def _table_records(file: SourceFile, field_name: str) -> Iterator[Record]:
+def _table_records(file: SourceFile, field_name: str) -> Iterator[SourceRecord]:
     import pyarrow
 
     name, number = {"csv": "CSV", "parquet": "parquet", "arrow": "Arrow"}[file.kind], 0
     try:
         for row in _ROWS[file.kind](file.path, field_name):
             number = row.number
-            yield Record(file, number, row.value, row.file_bytes, row.failure)
+            yield SourceRecord(file, number, row.value, row.file_bytes, row.failure)
     except (*UNREADABLE, pyarrow.ArrowException) as error:
         # A damaged file has no row to point at until one was read.
         failure = f"the {name} file cannot be read{' on' if number else ''} ({error})"
-        yield Record(file, number + 1 if number else 0, None, 0, failure=failure)
+        yield SourceRecord(file, number + 1 if number else 0, None, 0, failure=failure)
 
 
-def _code_records(file: SourceFile) -> Iterator[Record]:
+def _code_records(file: SourceFile) -> Iterator[SourceRecord]:
     """A document for every row of codes: its class and its codes, as `CodeTokenizer` reads them."""
     try:
         classes, codes = read_codes(file.path)
     except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        yield Record(file, 0, None, 0, failure=f"the arrays cannot be read ({error})")
+        yield SourceRecord(file, 0, None, 0, failure=f"the arrays cannot be read ({error})")
         return
     bytes_per_row = file.size_bytes // max(1, len(codes))
     # Row by row: as Python's numbers, codes take some thirty times the room.
     for row, (label, sequence) in enumerate(zip(classes, codes, strict=True), start=1):
-        yield Record(file, row, " ".join([f"c{label}", *map(str, sequence.tolist())]), bytes_per_row)
+        yield SourceRecord(file, row, " ".join([f"c{label}", *map(str, sequence.tolist())]), bytes_per_row)
 
 
 def read_codes(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -193,7 +195,7 @@ class PairFields:
     answer: str
 
 
-def decode_pair(record: Record, names: PairFields) -> tuple[str, str]:
+def decode_pair(record: SourceRecord, names: PairFields) -> tuple[str, str]:
     """Prompt and answer of a record (either may be empty).
 
     Raises:
@@ -207,7 +209,7 @@ def decode_pair(record: Record, names: PairFields) -> tuple[str, str]:
     return prompt, checked(_field(fields, names.answer, "--answer-field"))
 
 
-def decode_messages(record: Record, field_name: str) -> list[dict[str, Any]]:
+def decode_messages(record: SourceRecord, field_name: str) -> list[dict[str, Any]]:
     """Messages of a record: one or more, each with a role.
 
     Raises:
@@ -227,7 +229,7 @@ def decode_messages(record: Record, field_name: str) -> list[dict[str, Any]]:
     return messages
 
 
-def decode(record: Record, field_name: str) -> str:
+def decode(record: SourceRecord, field_name: str) -> str:
     """The text of a record (it may be empty).
 
     Raises:

@@ -19,7 +19,7 @@ from pretrain.data.boundaries import cut
 from pretrain.data.conversations import ConversationReader, MarkedText
 from pretrain.data.indexed_files import Document
 from pretrain.data.scored import ScoredFile
-from pretrain.data.sources import BadDocument, PairFields, Record, decode, decode_messages, decode_pair
+from pretrain.data.sources import BadDocument, PairFields, SourceRecord, decode, decode_messages, decode_pair
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -73,7 +73,7 @@ class Tokenizing:
         return "prompts" if self.pair is not None else None if self.conversations is None else "scored"
 
 
-def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
+def tokenize_records(records: Iterable[SourceRecord], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
     """Decode and tokenise records, in order.
 
     Args:
@@ -116,8 +116,8 @@ def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: in
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
+def _batches(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
+    batch: list[SourceRecord] = []
     num_bytes = 0
     for record in records:
         batch.append(record)
@@ -129,7 +129,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecord]:
+def _tokenize_batch(batch: list[SourceRecord], how: Tokenizing) -> list[TokenizedRecord]:
     if how.pair is not None:
         return _tokenize_pairs(batch, how, how.pair)
     if how.conversations is not None:
@@ -158,7 +158,9 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
     ]
 
 
-def _result(record: Record, documents: list[Document], reason: str | None, tokenizer: Tokenizer) -> TokenizedRecord:
+def _result(
+    record: SourceRecord, documents: list[Document], reason: str | None, tokenizer: Tokenizer
+) -> TokenizedRecord:
     """Result of a record. A text that ends in its middle is bad: there are as many ends as documents."""
     if any((document.ids[:-1] == tokenizer.eod).any() for document in documents):
         documents = []
@@ -170,7 +172,7 @@ def _result(record: Record, documents: list[Document], reason: str | None, token
     return TokenizedRecord(record.origin, record.file.input_index, record.file_bytes, tuple(documents), reason)
 
 
-def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> list[TokenizedRecord]:
+def _tokenize_pairs(batch: list[SourceRecord], how: Tokenizing, names: PairFields) -> list[TokenizedRecord]:
     """Each prompt, its answer and the end of the document, tokenised apart: no token is of both. Without an answer there
     is nothing to learn, and the record counts as empty."""
     pairs: list[tuple[str, str]] = []
@@ -194,7 +196,9 @@ def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> 
     return records
 
 
-def _tokenize_conversations(batch: list[Record], how: Tokenizing, reader: ConversationReader) -> list[TokenizedRecord]:
+def _tokenize_conversations(
+    batch: list[SourceRecord], how: Tokenizing, reader: ConversationReader
+) -> list[TokenizedRecord]:
     """Each conversation as one text, by the template. Where the assistant says nothing there is nothing to learn."""
     marked: list[MarkedText | None] = []
     reasons: list[str | None] = []
@@ -228,5 +232,5 @@ def _start_worker(how: Tokenizing, parent_pid: int) -> None:
     _job = how
 
 
-def _tokenize_in_worker(batch: list[Record]) -> list[TokenizedRecord]:
+def _tokenize_in_worker(batch: list[SourceRecord]) -> list[TokenizedRecord]:
     return _tokenize_batch(batch, _job)

@@ -37,7 +37,7 @@ from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer import MemoryDistributedOptimizer, MemoryOptimizer
 from pretrain.engine.optimizer_shards import leaves_by_parameter
 from pretrain.engine.read_rows import ReadRows, ReadTables, StoredRows
-from pretrain.engine.row_wise import Place, RowGroups, RowWise
+from pretrain.engine.row_wise import OwnedRectangle, RowGroups, RowWise
 from pretrain.engine.stored_tables import stored_tables_of
 from pretrain.engine.update_rules import MakeRule
 from pretrain.engine.value_offload import HostTables, host_adamw
@@ -255,7 +255,7 @@ def _of_tables(config: RunConfig, chunks: Sequence[DistributedDataParallel], gro
     }
 
 
-def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[nn.Parameter, Place]]:
+def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[nn.Parameter, OwnedRectangle]]:
     """Places of the ranks' tables in whole ones, as checkpoints have them."""
     leaves = leaves_by_parameter([unwrap(chunk).sharded_state_dict() for chunk in chunks])
     for chunk in chunks:
@@ -263,4 +263,4 @@ def _table_places(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[n
             for parameter in bank.parameters():
                 (leaf,) = leaves[parameter]
                 first_row, first_column = leaf.global_offset
-                yield parameter, Place(leaf.key, first_row, first_column, leaf.global_shape[1], bank.kernels)
+                yield parameter, OwnedRectangle(leaf.key, first_row, first_column, leaf.global_shape[1], bank.kernels)

@@ -37,7 +37,7 @@ from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import MUON, orthogonalisation_flops
 from pretrain.engine.newton_schulz import orthogonalised
 from pretrain.engine.optimizer_shards import state_entries
-from pretrain.engine.update_rules import Share, Spread, UpdateRule
+from pretrain.engine.update_rules import ReplicaRanges, Share, UpdateRule
 
 ROUND_ELEMENTS = 1 << 24
 """Elements of matrices that a rank works on at a time, if no single one has more: buffers are of that size."""
@@ -77,7 +77,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class MuonUnit:
     """Rows of a parameter that one rank works on: a matrix, or several whose rows take turns.
 
     Attributes:
@@ -88,7 +88,7 @@ class Unit:
         rows: numbers of rows of the whole that belong to its matrices in turn, over and over.
     """
 
-    spread: Spread
+    spread: ReplicaRanges
     start: int
     stop: int
     tensor_ranks: tuple[int, ...]
@@ -182,7 +182,7 @@ def _scale(shape: tuple[float, float], scale: Scale) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
-def units_of(spreads: Sequence[Spread], num_tensor: int) -> list[Unit]:
+def units_of(spreads: Sequence[ReplicaRanges], num_tensor: int) -> list[MuonUnit]:
     """The units that parameters consist of, alike on all ranks of a team."""
     units = []
     for spread in spreads:
@@ -202,7 +202,7 @@ def units_of(spreads: Sequence[Spread], num_tensor: int) -> list[Unit]:
             blocks = [(0, num_rows, matrices.rows or (num_rows,))]
         for tensor_ranks in holders:
             for first, end, rows in blocks:
-                units.append(Unit(spread, first * columns, end * columns, tensor_ranks, joined, rows))
+                units.append(MuonUnit(spread, first * columns, end * columns, tensor_ranks, joined, rows))
     return units
 
 
@@ -210,11 +210,11 @@ def units_of(spreads: Sequence[Spread], num_tensor: int) -> list[Unit]:
 class _Assigned:
     """A unit and the rank that works on it."""
 
-    unit: Unit
+    unit: MuonUnit
     worker: int
 
 
-def rounds_of(units: Sequence[Unit], team: Team, settings: OptimizerConfig) -> list[list[_Assigned]]:
+def rounds_of(units: Sequence[MuonUnit], team: Team, settings: OptimizerConfig) -> list[list[_Assigned]]:
     """Units by rounds, in each of which ranks have about equal numbers of operations; the largest come first."""
     costs = {unit: sum(orthogonalisation_flops(unit.matrix_shapes, settings)) for unit in units}
     largest_first = sorted(units, key=lambda unit: -costs[unit])
@@ -272,7 +272,7 @@ class _Way:
     """
 
     owned: tuple[_OfOwner, ...]
-    worked: dict[Unit, list[_OfWorker]]
+    worked: dict[MuonUnit, list[_OfWorker]]
     to_workers: list[int]
     to_owners: list[int]
 
@@ -283,7 +283,7 @@ class Muon(UpdateRule):
     def __init__(
         self,
         shares: Sequence[Share],
-        spreads: Sequence[Spread],
+        spreads: Sequence[ReplicaRanges],
         *,
         settings: OptimizerConfig,
         widths: WidthRules,
@@ -313,8 +313,8 @@ class Muon(UpdateRule):
 
     def _way(self, of_round: Sequence[_Assigned], shares: dict[nn.Parameter, Share], *, sent: bool) -> _Way:
         me, size = self._team.rank, self._team.size
-        mine: list[list[tuple[Unit, _Piece]]] = [[] for _ in range(size)]
-        theirs: list[list[tuple[Unit, _Piece]]] = [[] for _ in range(size)]
+        mine: list[list[tuple[MuonUnit, _Piece]]] = [[] for _ in range(size)]
+        theirs: list[list[tuple[MuonUnit, _Piece]]] = [[] for _ in range(size)]
         for assigned in of_round:
             unit = assigned.unit
             for piece in unit.sent(self._team) if sent else unit.returned(self._team):
@@ -330,7 +330,7 @@ class Muon(UpdateRule):
             scales = self._scales(unit, piece, first)
             owned.append(_OfOwner(share, inside, slice(position, position + num), scales))
             position += num
-        worked: dict[Unit, list[_OfWorker]] = {each.unit: [] for each in of_round if each.worker == me}
+        worked: dict[MuonUnit, list[_OfWorker]] = {each.unit: [] for each in of_round if each.worker == me}
         position = 0
         for unit, piece in (each for of_rank in theirs for each in of_rank):
             num = piece.stop - piece.start
@@ -339,7 +339,7 @@ class Muon(UpdateRule):
             position += num
         return _Way(tuple(owned), worked, _sizes(mine), _sizes(theirs))
 
-    def _scales(self, unit: Unit, piece: _Piece, first: int) -> tuple[tuple[slice, float], ...]:
+    def _scales(self, unit: MuonUnit, piece: _Piece, first: int) -> tuple[tuple[slice, float], ...]:
         """Runs of a piece with their s, in a share that the unit begins at `first` of."""
         found, start = [], piece.start
         for end, factor in unit.scales(self._settings.muon_scale, self._widths, piece.rank % self._team.num_tensor):
@@ -425,5 +425,5 @@ class Muon(UpdateRule):
         return f"hidden matrices of this stage updated by Muon: {self.num_matrices}" if self.num_matrices else None
 
 
-def _sizes(by_rank: Sequence[Sequence[tuple[Unit, _Piece]]]) -> list[int]:
+def _sizes(by_rank: Sequence[Sequence[tuple[MuonUnit, _Piece]]]) -> list[int]:
     return [sum(piece.stop - piece.start for _, piece in of_rank) for of_rank in by_rank]

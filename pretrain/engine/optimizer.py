@@ -22,7 +22,7 @@ from pretrain.engine.bf16_gradients import TableRoundings
 from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sums_of_squares
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
 from pretrain.engine.read_rows import ReadTables
-from pretrain.engine.update_rules import MakeRule, Share, Spread, UpdateRule
+from pretrain.engine.update_rules import MakeRule, ReplicaRanges, Share, UpdateRule
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
 
@@ -73,13 +73,13 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         shares = [self._share_of(parameter, group) for parameters, group in groups for parameter in parameters]
         return make_rule(shares, [*self._spreads(name)])
 
-    def _spreads(self, rule: str) -> Iterator[Spread]:
+    def _spreads(self, rule: str) -> Iterator[ReplicaRanges]:
         for buffer in self.buffers:
             for parameter, (start, _, bucket_id) in buffer.param_index_map.items():
                 if self._rule_of[parameter] == rule:
                     bucket = buffer.buckets[bucket_id]
                     num_replicas = self.data_parallel_group.size()
-                    yield Spread.over(num_replicas, parameter, start - bucket.offset, bucket.grad_data.numel())
+                    yield ReplicaRanges.over(num_replicas, parameter, start - bucket.offset, bucket.grad_data.numel())
 
     @classmethod
     def _build_model_and_main_param_groups(

@@ -35,12 +35,12 @@ from megamem.hashing import key_of
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import ROW_WISE
 from pretrain.engine.optimizer_shards import row_entries, state_entries
-from pretrain.engine.update_rules import Share, Spread, UpdateRule
+from pretrain.engine.update_rules import ReplicaRanges, Share, UpdateRule
 from pretrain.rectangles import rectangles_of_range
 
 
 @dataclass(frozen=True)
-class Place:
+class OwnedRectangle:
     """A rank's rectangle of a table.
 
     Attributes:
@@ -101,11 +101,11 @@ class RowWise(UpdateRule):
     def __init__(
         self,
         shares: Sequence[Share],
-        spreads: Sequence[Spread],
+        spreads: Sequence[ReplicaRanges],
         *,
         settings: OptimizerConfig,
         seed: int,
-        places: Mapping[nn.Parameter, Place],
+        places: Mapping[nn.Parameter, OwnedRectangle],
         groups: RowGroups,
     ) -> None:
         """Take over the shares, with second moments at zero.
@@ -246,7 +246,11 @@ class _CutRows:
     """Rows that ranges of several replicas have parts of, over all tables: as many on every replica."""
 
     def __init__(
-        self, shares: Sequence[Share], spreads: Sequence[Spread], rows: Mapping[Share, slice], device: torch.device
+        self,
+        shares: Sequence[Share],
+        spreads: Sequence[ReplicaRanges],
+        rows: Mapping[Share, slice],
+        device: torch.device,
     ) -> None:
         numbers: dict[tuple[nn.Parameter, int], int] = {}
         for spread in spreads:

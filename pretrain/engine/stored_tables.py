@@ -30,7 +30,7 @@ from kernels.common.row_gradient import RowGradient
 from kernels.common.table_scale import scale_of
 from megamem.model import MemoryGPTModel
 from pretrain.config.updates import ROW_WISE
-from pretrain.engine.table_files import Records, TableFiles
+from pretrain.engine.table_files import FileRecords, TableFiles
 
 _ROWS_AT_A_TIME = 1 << 16
 """Rows of a file that are in memory at once where all of them change."""
@@ -98,7 +98,7 @@ class StoredTable:
         staged: the rows of the step that runs; None: none does.
     """
 
-    def __init__(self, parameter: nn.Parameter, bank: int, records: Records, owner: StoredTables) -> None:
+    def __init__(self, parameter: nn.Parameter, bank: int, records: FileRecords, owner: StoredTables) -> None:
         self.parameter, self.bank, self.records, self.owner = parameter, bank, records, owner
         self.staged: Staged | None = None
 
@@ -134,7 +134,7 @@ class StoredTable:
 class _Room:
     """See `megamem.bank.TableRoom`."""
 
-    records: Records
+    records: FileRecords
     owner: StoredTables
 
     @property

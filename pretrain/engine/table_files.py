@@ -29,7 +29,7 @@ _ROWS_OF_A_READER = 64
 
 
 @dataclass(frozen=True)
-class Records:
+class FileRecords:
     """A table in a file, as views of its records.
 
     Attributes:
@@ -66,7 +66,7 @@ class TableFiles:
         """Bytes of all files."""
         return sum(len(mapped) for mapped in self._mapped)
 
-    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> Records:
+    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> FileRecords:
         """A table of zeros in a file of its own, with so many numbers of state per row.
 
         Raises:
@@ -80,7 +80,7 @@ class TableFiles:
         weights = torch.frombuffer(mapped, dtype=dtype).view(num_rows, -1)[:, :width]
         numbers = torch.frombuffer(mapped, dtype=_STATE).view(num_rows, -1)[:, state_start // _STATE.itemsize :]
         state = tuple(numbers[:, place] for place in range(num_state))
-        return Records(weights, state, np.frombuffer(mapped, dtype=np.uint8))
+        return FileRecords(weights, state, np.frombuffer(mapped, dtype=np.uint8))
 
     def _mapped_bytes(self, num_bytes: int) -> mmap.mmap:
         try:
@@ -97,7 +97,7 @@ class TableFiles:
         self._mapped.append(mapped)
         return mapped
 
-    def bring(self, records: Records, rows: Tensor) -> None:
+    def bring(self, records: FileRecords, rows: Tensor) -> None:
         """Bring rows [n] of a table into memory, many at a time: one look after the other would wait for the disk each time.
         What lies beside a row is not wanted."""
         self._expect_rows()

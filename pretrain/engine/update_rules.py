@@ -45,7 +45,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ReplicaRanges:
     """Division of a parameter over the replicas that own ranges of it, in the order of their ranks: the same on all.
 
     Attributes:
@@ -59,7 +59,7 @@ class Spread:
     cuts: tuple[int, ...]
 
     @staticmethod
-    def over(num_replicas: int, parameter: nn.Parameter, start: int, num_padded: int) -> Spread:
+    def over(num_replicas: int, parameter: nn.Parameter, start: int, num_padded: int) -> ReplicaRanges:
         """Division of a parameter that starts at a position of a part of Megatron's buffer.
 
         Args:
@@ -68,7 +68,7 @@ class Spread:
         """
         size = num_padded // num_replicas
         first, last = start // size, (start + parameter.numel() - 1) // size
-        return Spread(parameter, first, tuple(owner * size - start for owner in range(first + 1, last + 1)))
+        return ReplicaRanges(parameter, first, tuple(owner * size - start for owner in range(first + 1, last + 1)))
 
 
 class UpdateRule(ABC):
@@ -129,5 +129,5 @@ class UpdateRule(ABC):
         return None
 
 
-MakeRule: TypeAlias = Callable[[Sequence[Share], Sequence[Spread]], UpdateRule]
+MakeRule: TypeAlias = Callable[[Sequence[Share], Sequence[ReplicaRanges]], UpdateRule]
 """Makes a rule of this rank's shares, and of the division of all its parameters, in the same order on all replicas."""

@@ -24,7 +24,7 @@ from kernels.common.cpp import cache_folder
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import ADAMW
 from pretrain.engine.optimizer_shards import state_entries
-from pretrain.engine.update_rules import Share, Spread, UpdateRule
+from pretrain.engine.update_rules import ReplicaRanges, Share, UpdateRule
 from pretrain.errors import ConfigError
 
 # Elements that pass through the host at a time: long enough to hide a copy behind the update of the one before, which
@@ -171,7 +171,7 @@ class _Slot:
 class HostTables(UpdateRule):
     """This rank's shares of all tables, with their state in host memory, and the update of them."""
 
-    def __init__(self, shares: Sequence[Share], _spreads: Sequence[Spread], *, adamw: HostAdamW) -> None:
+    def __init__(self, shares: Sequence[Share], _spreads: Sequence[ReplicaRanges], *, adamw: HostAdamW) -> None:
         """Take over the shares, whose weights have one dtype; state and staging memory are allocated here, once."""
         self.shares, self._adamw = shares, adamw
         self.state = {share: host_state(share) for share in shares}

@@ -10,7 +10,7 @@ from pretrain.config.keys import all_keys, nearest_keys
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.growth.plan import Block
+from pretrain.growth.plan import GrownBlock
 
 _SEED, _MEMORY, _PLACEMENT = "seed", "model.memory.", "model.memory.placement"
 _CHOSEN = (_PLACEMENT, *(f"{_PLACEMENT}.{name}" for name in ("blocks", "every", "spans", "position")))
@@ -18,7 +18,7 @@ _CHOSEN = (_PLACEMENT, *(f"{_PLACEMENT}.{name}" for name in ("blocks", "every", 
 
 
 def grown_config(
-    before: RunConfig, blocks: Sequence[Block], overrides: Sequence[str], *, name: str, origin: str
+    before: RunConfig, blocks: Sequence[GrownBlock], overrides: Sequence[str], *, name: str, origin: str
 ) -> RunConfig:
     """The configuration of a model that was grown from one of this configuration.
 

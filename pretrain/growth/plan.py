@@ -16,7 +16,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
-class Block:
+class GrownBlock:
     """One block of the grown model.
 
     Attributes:
@@ -32,7 +32,7 @@ class Block:
 
 def grown_blocks(
     method: Method, *, num_layers: int, num_inserted: int, placement: Placement | None = None
-) -> tuple[Block, ...]:
+) -> tuple[GrownBlock, ...]:
     """The blocks of the grown model, first to last.
 
     memory: a block of memory before each anchor, with the attention of that one (MIDUS, Eq. 2 and 11). llama-pro: a
@@ -44,7 +44,7 @@ def grown_blocks(
     Raises:
         ConfigError: the model's depth does not allow it.
     """
-    own = [Block((layer,)) for layer in range(num_layers)]
+    own = [GrownBlock((layer,)) for layer in range(num_layers)]
     if method == "solar":
         return _solar(num_layers, num_inserted, placement)
     found = anchors(placement or "distributed", num_layers=num_layers, num_inserted=num_inserted)
@@ -56,16 +56,16 @@ def grown_blocks(
     for anchor, position in zip(found, positions(found, after=method == "llama-pro"), strict=True):
         match method:
             case "memory":
-                new = Block((anchor,), "memory")
+                new = GrownBlock((anchor,), "memory")
             case "llama-pro":
-                new = Block((anchor,), "muted")
+                new = GrownBlock((anchor,), "muted")
             case "averaged":
-                new = Block((anchor - 1, anchor), "copy")
+                new = GrownBlock((anchor - 1, anchor), "copy")
         own.insert(position, new)
     return tuple(own)
 
 
-def _solar(num_layers: int, num_inserted: int, placement: Placement | None) -> tuple[Block, ...]:
+def _solar(num_layers: int, num_inserted: int, placement: Placement | None) -> tuple[GrownBlock, ...]:
     if placement is not None:
         raise ConfigError("--placement has no effect on --insert solar, which repeats the blocks in the middle")
     half, odd = divmod(num_layers + num_inserted, 2)
@@ -74,6 +74,6 @@ def _solar(num_layers: int, num_inserted: int, placement: Placement | None) -> t
             f"--blocks is {num_inserted}: solar joins the first and the last half of {num_layers} + {num_inserted} "
             f"blocks, so use a number from 1 to {num_layers} that is {'odd' if num_layers % 2 else 'even'}"
         )
-    first = [Block((layer,)) for layer in range(half)]
+    first = [GrownBlock((layer,)) for layer in range(half)]
     last = range(num_layers - half, num_layers)
-    return (*first, *(Block((layer,), "copy" if layer < half else None) for layer in last))
+    return (*first, *(GrownBlock((layer,), "copy" if layer < half else None) for layer in last))

@@ -24,7 +24,7 @@ from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.convert.format import OpenedCheckpoint
 from pretrain.errors import CheckpointError
 from pretrain.growth.config import grown_config
-from pretrain.growth.plan import Block
+from pretrain.growth.plan import GrownBlock
 from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
 from pretrain.state import RunState
 
@@ -46,7 +46,7 @@ class Grown:
     inserted: tuple[int, ...]
 
 
-def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence[str], *, name: str) -> Grown:
+def upscale(base: OpenedCheckpoint, blocks: Sequence[GrownBlock], overrides: Sequence[str], *, name: str) -> Grown:
     """A model with these blocks, at the beginning of a run.
 
     Memories begin with tables of zeros, so that their blocks add nothing, whatever their other weights, which are those
@@ -81,7 +81,7 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
 
 
 def _origins(
-    tensors: Mapping[str, TensorInfo], model: ModelConfig, blocks: Sequence[Block]
+    tensors: Mapping[str, TensorInfo], model: ModelConfig, blocks: Sequence[GrownBlock]
 ) -> Iterator[tuple[str, Origin]]:
     """Everything but the memories: their blocks' attention is the source's."""
     in_block: dict[int, list[str]] = {}

@@ -34,7 +34,7 @@ from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.muon import units_of
-from pretrain.engine.update_rules import Spread
+from pretrain.engine.update_rules import ReplicaRanges
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.stages import stages_of
 
@@ -311,7 +311,7 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
         if len(set(counts)) > 1:
             asked.miscounted.append(counts)
         (stage,) = stages_of(config)
-        hidden = [Spread(p, 0, ()) for p in chunk.parameters() if matrices_of(p) is not None]
+        hidden = [ReplicaRanges(p, 0, ()) for p in chunk.parameters() if matrices_of(p) is not None]
         declared = [shape for unit in units_of(hidden, 1) for shape in unit.matrix_shapes]
         if Counter(stage.trained.matrices.all) != Counter(declared):
             asked.misdeclared.append(config)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pretrain.config.schema import ParallelConfig
 from pretrain.convert.convert import convert
-from pretrain.convert.format import Target
+from pretrain.convert.format import ConversionTarget
 from pretrain.convert.names import NATIVE
 from pretrain.convert.registry import FORMATS, open_checkpoint
 from pretrain.convert.resources import Resources
@@ -258,7 +258,7 @@ def test_a_checkpoint_becomes_a_runs_folder(saved: Any, tmp_path: Path) -> None:
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
     opened = open_checkpoint(folder.parent)
     assert opened.path == folder
-    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=1 << 30)
+    target = ConversionTarget(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=1 << 30)
     convert(opened, FORMATS[NATIVE], tmp_path / "run", target, RESOURCES, on_start=lambda *_: lambda _: None)
     run = open_checkpoint(tmp_path / "run")
     assert (run.state.step, run.config.model) == (0, opened.config.model)

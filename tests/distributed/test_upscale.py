@@ -16,7 +16,7 @@ from pretrain.checkpoint.run import restore_run
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.convert.convert import convert
-from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.format import ConversionTarget, OpenedCheckpoint
 from pretrain.convert.registry import FORMATS, open_checkpoint
 from pretrain.convert.resources import RESERVE_BYTES, Resources
 from pretrain.data.tokenizer import train_bpe
@@ -66,7 +66,7 @@ def grow(base: OpenedCheckpoint, name: str, num_inserted: int = 2) -> Grown:
 
 
 def written(grown: Grown, folder: Path) -> OpenedCheckpoint:
-    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=2**20)
+    target = ConversionTarget(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=2**20)
     convert(
         grown.checkpoint,
         FORMATS["megatron-dist"],
@@ -334,7 +334,7 @@ def test_what_another_growth_left_unfinished_is_not_taken_for_this_one(base: Pat
     blocks = grown_blocks("averaged", num_layers=4, num_inserted=2)
     # In the places of the means.
     copies = [replace(block, sources=block.sources[-1:]) for block in blocks]
-    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=2**20)
+    target = ConversionTarget(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=2**20)
 
     def killed(phase: str, num_bytes: int) -> Any:
         if phase == "read back":

@@ -9,7 +9,7 @@ import torch
 
 from kernels.select import select_kernels
 from megamem.bank import Bank, Columns
-from megamem.memory_config import Lookup, MemoryConfig, Table
+from megamem.memory_config import LookupShape, MemoryConfig, Table
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan, common_bank, private_banks
 
 
@@ -24,8 +24,8 @@ class OwnConfig(MemoryConfig):
         return tuple(Table(f"expert_{index}", 4 * (index + 1), "width") for index in range(3))
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(1)
+    def lookup(self) -> LookupShape:
+        return LookupShape(1)
 
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(7, num_layers)

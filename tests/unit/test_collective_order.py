@@ -16,7 +16,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.dryrun.collectives import Collective
-from pretrain.planning.dryrun.lines import Place
+from pretrain.planning.dryrun.lines import CallSite
 from pretrain.planning.dryrun.meeting import deadlock
 from pretrain.planning.dryrun.peers import find_mismatches
 from tests.deadline import launch_within
@@ -50,7 +50,7 @@ GROUPS = {"tensor": (0, 1), "data": (0, 2), "data of 1": (1, 2), "world": (0, 1,
 def call(op: str, group: str, content: str = "float32 [4]", **options: Any) -> Collective:
     ranks = options.pop("ranks", None) or GROUPS[group]
     return Collective(
-        op, group, ranks, 16, MemoryPart.OTHER, group=group, content=content, line=Place("a.py:1"), **options
+        op, group, ranks, 16, MemoryPart.OTHER, group=group, content=content, line=CallSite("a.py:1"), **options
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pretrain.train.health.replicas as replicas
-from pretrain.train.health.replicas import Difference, digest, in_words
+from pretrain.train.health.replicas import ReplicaDifference, digest, in_words
 
 
 @pytest.mark.parametrize("part", [5, 1 << 22])
@@ -43,9 +43,9 @@ def test_any_bit_and_any_two_places_count() -> None:
 
 
 def test_the_ranks_in_the_minority_are_named() -> None:
-    def said(*digests: int) -> tuple[Difference, ...]:
+    def said(*digests: int) -> tuple[ReplicaDifference, ...]:
         ranks = tuple(range(len(digests)))
-        return tuple(Difference(ranks, "w", rank, f"node{rank}", of) for rank, of in enumerate(digests))
+        return tuple(ReplicaDifference(ranks, "w", rank, f"node{rank}", of) for rank, of in enumerate(digests))
 
     assert in_words(said(7, 7, 8, 7)) == "w on rank 2 (node2), of the replicas on ranks 0, 1, 2, 3"
     # Nobody knows which of two is wrong.

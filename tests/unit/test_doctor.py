@@ -18,7 +18,7 @@ from tools import cli, doctor
 Disk = namedtuple("Disk", "free")
 
 
-def by_name(look) -> dict[str, doctor.Finding]:
+def by_name(look) -> dict[str, doctor.DoctorLine]:
     found = list(look())
     assert len({finding.name for finding in found}) == len(found)
     return {finding.name: finding for finding in found}

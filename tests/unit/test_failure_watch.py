@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import parallel.failure_watch as watch_module
 from parallel.failure_watch import FailureWatch, failures_shared, tell_who_waits
-from parallel.rank_errors import Failure, FailureKind
+from parallel.rank_errors import FailureKind, RankFailure
 from parallel.ranks import RankEnvironment
 
 WORLD_SIZE = 3
@@ -47,8 +47,8 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def failure(rank: int, message: str = "no table for block 3") -> Failure:
-    return Failure(rank, FailureKind.ERROR, message, exit_code=4)
+def failure(rank: int, message: str = "no table for block 3") -> RankFailure:
+    return RankFailure(rank, FailureKind.ERROR, message, exit_code=4)
 
 
 def test_the_others_end_with_the_ones_words_and_code(store: dist.Store) -> None:

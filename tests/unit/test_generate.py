@@ -32,7 +32,7 @@ from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.costs.attention import cached_bytes_per_token
 from tools import generate as command
-from tools.pace import Pace, Phase
+from tools.pace import GenerationPass, Pace
 from tools.words import size_in_words
 
 VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
@@ -304,9 +304,9 @@ def test_tokens_are_timed_by_what_the_pass_was_over() -> None:
     for num_prompt in (2, 9):
         assert list(pace.of(iter([5, 6, 7, 8]), num_prompt=num_prompt, context_tokens=4)) == [5, 6, 7, 8]
     assert {phase: number for phase, (number, _) in pace.spent.items()} == {
-        Phase.PROMPT: 2 + 4,
-        Phase.NEXT: 2,
-        Phase.BEYOND: 1 + 3,
+        GenerationPass.PROMPT: 2 + 4,
+        GenerationPass.NEXT: 2,
+        GenerationPass.BEYOND: 1 + 3,
     }
     assert all(seconds > 0 for _, seconds in pace.spent.values())
     assert "beyond the context 4 tokens, " in pace.in_words()

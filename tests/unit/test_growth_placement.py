@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.errors import ConfigError
 from pretrain.growth.placement import PLACEMENTS, Placement, anchors, positions
-from pretrain.growth.plan import Block, Method, grown_blocks
+from pretrain.growth.plan import GrownBlock, Method, grown_blocks
 
 # MIDUS, appendix G.4: (placement, after the anchor) of 16 + 8 and 32 + 16 blocks.
 PUBLISHED: dict[tuple[Placement, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -53,7 +53,7 @@ def test_the_model_is_there_in_its_order_and_new_blocks_where_they_are_said_to_b
             for place, anchor in zip(places, found, strict=True):
                 assert blocks[place].sources == (anchor,)
                 # Before the block whose attention it has, or after the one that it copies.
-                assert blocks[place + (1 if method == "memory" else -1)] == Block((anchor,))
+                assert blocks[place + (1 if method == "memory" else -1)] == GrownBlock((anchor,))
 
 
 def test_solar_of_its_paper() -> None:

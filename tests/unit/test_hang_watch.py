@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel.hang_watch import HangWatch
-from parallel.rank_errors import Failure, FailureKind
+from parallel.rank_errors import FailureKind, RankFailure
 
 
 class Ends:
@@ -73,6 +73,6 @@ def test_what_comes_in_time_or_is_not_awaited_any_more_ends_nothing(tmp_path: Pa
 
 
 def test_a_rank_that_ended_itself_to_be_started_again_is_no_defect() -> None:
-    failure = Failure.from_exitcode(2, 75)
+    failure = RankFailure.from_exitcode(2, 75)
     assert (failure.kind, failure.exit_code) == (FailureKind.STOPPED, 75)
     assert "start again" in failure.message

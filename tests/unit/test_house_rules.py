@@ -121,6 +121,28 @@ def test_every_room_of_pretrain_is_in_the_contract() -> None:
     assert {name.split(".")[1] for name in rooms() if name.startswith("pretrain.")} == there
 
 
+def classes_by_name(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Files that define a class of a name, for names that other files may import."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for node in parse(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(file.relative_to(REPOSITORY)))
+    return found
+
+
+def test_one_name_stands_for_one_class() -> None:
+    """Exported code, which stands alone in folders of models, has names of its own."""
+    files = [file for package in PACKAGES for file in source_files(package) if file.parent.name != "remote_code"]
+    twice = {name: places for name, places in classes_by_name(files).items() if len(places) > 1}
+    assert not twice, twice
+
+
+def test_a_name_of_two_classes_is_found() -> None:
+    file = REPOSITORY / "pretrain" / "state.py"
+    assert classes_by_name([file, file])["RunState"] == ["pretrain/state.py"] * 2
+
+
 def config_classes() -> list[ast.ClassDef]:
     return [node for file in CONFIG_FILES for node in parse(REPOSITORY / file).body if is_config_class(node)]  # type: ignore[misc]
 

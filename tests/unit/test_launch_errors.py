@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
+from parallel.rank_errors import FailureKind, LaunchError, RankError, RankFailure, RanksInterrupted, first_cause
 from pretrain.errors import CheckpointError, DataError, StoppedEarly
 
 
-def failure(error: BaseException, *, rank: int = 0, at_s: float = 0.0) -> Failure:
+def failure(error: BaseException, *, rank: int = 0, at_s: float = 0.0) -> RankFailure:
     try:
         raise error
     except BaseException as caught:
-        return replace(Failure.from_exception(rank, caught), at_s=at_s)
+        return replace(RankFailure.from_exception(rank, caught), at_s=at_s)
 
 
 def wrapped(error: Exception, cause: Exception) -> Exception:
@@ -60,9 +60,9 @@ ERROR_LATE = failure(ValueError("bad"), rank=3, at_s=9.0)
 ERROR_EARLY = failure(ValueError("bad"), rank=2, at_s=2.0)
 PEER_FIRST = failure(GLOO_LOST, rank=0, at_s=1.0)
 STOPPED = failure(StoppedEarly("saved"), rank=1, at_s=1.5)
-KILLED = replace(Failure.from_exitcode(5, -signal.SIGKILL), at_s=4.0)
-ABORTED = replace(Failure.from_exitcode(4, -signal.SIGABRT), at_s=0.5)
-TERMINATED = replace(Failure.from_exitcode(6, -signal.SIGTERM), at_s=0.2)
+KILLED = replace(RankFailure.from_exitcode(5, -signal.SIGKILL), at_s=4.0)
+ABORTED = replace(RankFailure.from_exitcode(4, -signal.SIGABRT), at_s=0.5)
+TERMINATED = replace(RankFailure.from_exitcode(6, -signal.SIGTERM), at_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ TERMINATED = replace(Failure.from_exitcode(6, -signal.SIGTERM), at_s=0.2)
         ([PEER_FIRST], PEER_FIRST),
     ],
 )
-def test_first_cause(failures: list[Failure], cause: Failure) -> None:
+def test_first_cause(failures: list[RankFailure], cause: RankFailure) -> None:
     assert first_cause(failures) is cause
     assert first_cause(reversed(failures)) is cause
 
@@ -110,7 +110,7 @@ def test_a_users_error_is_its_message_alone() -> None:
     ],
 )
 def test_a_killed_rank_says_by_which_signal(number: int, text: str) -> None:
-    error = RankError(Failure.from_exitcode(2, -number))
+    error = RankError(RankFailure.from_exitcode(2, -number))
     assert f"rank 2 was killed by {text}" in str(error)
     assert error.exit_code == 1
 
@@ -120,7 +120,7 @@ def test_a_killed_rank_says_by_which_signal(number: int, text: str) -> None:
     [(5, 5, FailureKind.ERROR), (0, 1, FailureKind.ERROR), (75, 75, FailureKind.STOPPED)],
 )
 def test_a_rank_that_left_without_a_result_is_a_failure(code: int, exit_code: int, kind: FailureKind) -> None:
-    failure = Failure.from_exitcode(3, code)
+    failure = RankFailure.from_exitcode(3, code)
     assert (failure.rank, failure.kind) == (3, kind)
     assert RankError(failure).exit_code == exit_code
 

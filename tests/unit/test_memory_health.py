@@ -16,7 +16,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
 from pretrain.train.callback import Callback
 from pretrain.train.callbacks import MemoryWatch
-from pretrain.train.health.memories import Finding, course, findings, in_words
+from pretrain.train.health.memories import MemoryFault, course, findings, in_words
 from tools.cli import main
 from tools.metrics import curves
 from tools.plot import draw
@@ -29,13 +29,13 @@ def figures(coverage: float, output_std: float = 1.0, even: float | None = EVEN)
     return found if even is None else {**found, "even_coverage": even}
 
 
-def observed(*steps: dict[str, dict[str, float]]) -> list[Finding]:
+def observed(*steps: dict[str, dict[str, float]]) -> list[MemoryFault]:
     return findings(course(steps))
 
 
 def test_keys_collapse_below_a_fifth_of_the_rows_of_the_quickstart() -> None:
     assert observed(*[{"0": figures(0.201), "2": figures(0.199)}] * 3) == [
-        Finding("collapsed keys", 2, pytest.approx(0.199), pytest.approx(EVEN))
+        MemoryFault("collapsed keys", 2, pytest.approx(0.199), pytest.approx(EVEN))
     ]
     # A step that reads few rows of many covers few of them, however even its reads.
     assert not observed(*[{"0": figures(0.09, even=0.1)}] * 3)
@@ -53,23 +53,25 @@ def test_a_memory_is_judged_by_the_mean_of_its_last_three_steps() -> None:
 
 def test_a_memory_is_silent_below_a_hundredth_of_the_loudest() -> None:
     steps = [{"10": figures(0.5, 0.0099), "2": figures(0.5, 0.0101), "3": figures(0.5, 1.0)}] * 3
-    assert observed(*steps) == [Finding("silent memory", 10, pytest.approx(0.0099), 3)]
+    assert observed(*steps) == [MemoryFault("silent memory", 10, pytest.approx(0.0099), 3)]
     # Inserted blocks begin with tables of zeros.
     assert not observed(*[{"0": figures(0.5, 0.0), "1": figures(0.5, 0.0)}] * 3)
 
 
 def test_words_name_blocks_figures_and_what_to_do() -> None:
-    one = in_words([Finding("collapsed keys", 2, 0.177, EVEN)])["collapsed keys"]
+    one = in_words([MemoryFault("collapsed keys", 2, 0.177, EVEN)])["collapsed keys"]
     assert one.startswith(
         "the keys of block 2 (counted from 0) have collapsed: a step reads 18% of the rows, where even reads would "
         "cover 91%. What to do: raise model.memory.key_balance_weight tenfold"
     )
-    several = in_words([Finding("silent memory", 1, 4e-6, 0), Finding("silent memory", 2, 1e-15, 0)])
+    several = in_words([MemoryFault("silent memory", 1, 4e-6, 0), MemoryFault("silent memory", 2, 1e-15, 0)])
     assert several["silent memory"].startswith(
         "the memories of blocks 1, 2 (counted from 0) are silent: they add at most 4e-06 of what block 0's adds. "
         "What to do: "
     )
-    keys = in_words([Finding("collapsed keys", 1, 0.1, 0.9), Finding("collapsed keys", 2, 0.2, 0.8)])["collapsed keys"]
+    keys = in_words([MemoryFault("collapsed keys", 1, 0.1, 0.9), MemoryFault("collapsed keys", 2, 0.2, 0.8)])[
+        "collapsed keys"
+    ]
     assert "blocks 1, 2 (counted from 0) have collapsed: a step reads 10% to 20% of the rows" in keys
     assert in_words([]) == {}
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.placement.block_plan import Unit
+from megamem.placement.block_plan import UncutBlocks
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.pipeline_layout import (
@@ -133,14 +133,15 @@ def test_spaces_line_breaks_and_commas_mean_nothing() -> None:
     assert parse_layout("Et t,\n | t\tt L", 4) == parse_layout("Ett|ttL", 4)
 
 
-GROUPS = [Unit(first, first + 1, "group") for first in range(0, 8, 2)]
+GROUPS = [UncutBlocks(first, first + 1, "group") for first in range(0, 8, 2)]
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 8), min_size=1, max_size=4).map(sorted), st.sampled_from([[], GROUPS, [Unit(1, 5, "span")]])
+    st.lists(st.integers(0, 8), min_size=1, max_size=4).map(sorted),
+    st.sampled_from([[], GROUPS, [UncutBlocks(1, 5, "span")]]),
 )
-def test_the_nearest_layouts_are_the_nearest(edges: list[int], units: list[Unit]) -> None:
+def test_the_nearest_layouts_are_the_nearest(edges: list[int], units: list[UncutBlocks]) -> None:
     bounds = [0, *edges, 8]
     parts = [stop - start for start, stop in itertools.pairwise(bounds)]
     if 0 in parts[1:-1]:

@@ -10,7 +10,7 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.placement.block_plan import Unit, unsplittable_units
+from megamem.placement.block_plan import UncutBlocks, unsplittable_units
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig, Span, parse_spans, pending_before
 from megamem.retrieval.initial import sigma_values
@@ -117,14 +117,14 @@ def test_every_memory_is_as_large_as_a_feed_forward() -> None:
 
 def test_what_a_chunk_must_hold_whole() -> None:
     assert unsplittable_units(model()) == ()
-    assert unsplittable_units(model(spans="0:2/3:3/5:6")) == (Unit(0, 2, "span"), Unit(5, 6, "span"))
+    assert unsplittable_units(model(spans="0:2/3:3/5:6")) == (UncutBlocks(0, 2, "span"), UncutBlocks(5, 6, "span"))
     assert unsplittable_units(model(blocks=(0, 3, 5, 6, 7), query_group=3)) == (
-        Unit(0, 3, "query"),
-        Unit(0, 5, "query"),
-        Unit(6, 7, "query"),
+        UncutBlocks(0, 3, "query"),
+        UncutBlocks(0, 5, "query"),
+        UncutBlocks(6, 7, "query"),
     )
     shared = model(every=2, sharing=SharingConfig("block", 2))
-    assert unsplittable_units(shared) == (Unit(1, 3, "group"), Unit(5, 7, "group"))
+    assert unsplittable_units(shared) == (UncutBlocks(1, 3, "group"), UncutBlocks(5, 7, "group"))
     halves, quarters = (model_chunks(8, pipeline=count, virtual_pipeline=1, layout=None) for count in (2, 4))
     assert split_units(unsplittable_units(shared), halves) == ()
     assert split_units(unsplittable_units(shared), quarters) == unsplittable_units(shared)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.atomic_write import atomic_write
-from parallel.rank_errors import Failure, FailureKind
+from parallel.rank_errors import FailureKind, RankFailure
 from parallel.refusals import check_can_write, in_words, naming, refusal
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
@@ -53,7 +53,7 @@ def test_the_line_names_the_thing_the_reason_and_the_fix(tmp_path: Path, number:
     assert os.strerror(number) in found.message
     assert fix in found.message
     assert ("space" in found.message) == (number in (errno.ENOSPC, errno.EDQUOT))
-    failure = Failure.from_exception(3, error)
+    failure = RankFailure.from_exception(3, error)
     assert (failure.message, failure.exit_code, failure.is_user_error) == (found.message, code, True)
     assert failure.kind is FailureKind.ERROR
 
@@ -66,7 +66,7 @@ def test_the_line_names_the_thing_the_reason_and_the_fix(tmp_path: Path, number:
 def test_other_errors_stay_defects(error: Exception) -> None:
     assert refusal(error) is None
     assert in_words(error) == str(error)
-    assert not Failure.from_exception(0, error).is_user_error
+    assert not RankFailure.from_exception(0, error).is_user_error
 
 
 def test_a_permission_that_is_of_no_file_stays_a_defect() -> None:

@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Incident, Start, write_event
 from tools.cli import main
-from tools.report.charts import Axis, Line, Mark, chart, in_short
+from tools.report.charts import ChartAxis, ChartLine, Mark, chart, in_short
 from tools.report.page import page
 from tools.report.reading import Column, RunRecord, binned, read_metrics_file, read_run, read_runs
 
@@ -149,15 +149,15 @@ def test_bins_of_few_or_uneven_values() -> None:
 @pytest.mark.parametrize(
     ("axis", "ticks"),
     [
-        (Axis(0, 10), [0, 2, 4, 6, 8, 10]),
-        (Axis(-0.3, 0.71), [-0.2, 0, 0.2, 0.4, 0.6]),
-        (Axis(0, 1.7e12), [0, 0.5e12, 1e12, 1.5e12]),
-        (Axis(1e-3, 20, logarithmic=True), [1e-3, 1e-2, 1e-1, 1, 10]),
-        (Axis(0.25, 4, logarithmic=True), [0.3, 1, 3]),
-        (Axis(2.1, 2.4, logarithmic=True), [2.1, 2.15, 2.2, 2.25, 2.3, 2.35, 2.4]),
+        (ChartAxis(0, 10), [0, 2, 4, 6, 8, 10]),
+        (ChartAxis(-0.3, 0.71), [-0.2, 0, 0.2, 0.4, 0.6]),
+        (ChartAxis(0, 1.7e12), [0, 0.5e12, 1e12, 1.5e12]),
+        (ChartAxis(1e-3, 20, logarithmic=True), [1e-3, 1e-2, 1e-1, 1, 10]),
+        (ChartAxis(0.25, 4, logarithmic=True), [0.3, 1, 3]),
+        (ChartAxis(2.1, 2.4, logarithmic=True), [2.1, 2.15, 2.2, 2.25, 2.3, 2.35, 2.4]),
     ],
 )
-def test_ticks_are_round_and_within(axis: Axis, ticks: list[float]) -> None:
+def test_ticks_are_round_and_within(axis: ChartAxis, ticks: list[float]) -> None:
     assert axis.ticks() == pytest.approx(ticks)
 
 
@@ -177,7 +177,7 @@ def coordinates(svg: str, kind: str) -> list[tuple[float, float]]:
 def test_a_line_stands_where_its_values_are() -> None:
     """The left edge is at no tokens, the last value at 1 / 1.02 of the width; higher values are above, by the ticks."""
     points = binned(Column(array("d", [0.0, 50.0, 100.0]), array("d", [0.0, 10.0, 5.0])), 9)
-    svg = chart("a", "", [Line("a", "red", points)], from_zero=True)
+    svg = chart("a", "", [ChartLine("a", "red", points)], from_zero=True)
     (left, bottom), (middle, top), (right, half) = coordinates(svg, "line")
     assert (left, middle, right) == (0, pytest.approx(207 / 1.02, abs=0.1), pytest.approx(414 / 1.02, abs=0.1))
     assert bottom > half > top > 0
@@ -192,7 +192,7 @@ def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
     points = binned(Column(array("d", [0.0, 1000.0]), array("d", [0.0, 1.0])), 9)
     marks = [Mark("skip", tokens, f"at {tokens}", "red") for tokens in (500.0, 500.1, 900, 1021)]
     marks += [Mark("start", 500.0, "go", "red"), *(Mark("save", 10, f"<{number}>", "red") for number in range(9))]
-    svg = chart("a", "", [Line("a", "red", points)], marks)
+    svg = chart("a", "", [ChartLine("a", "red", points)], marks)
     titles = parsed(svg).of("title")
     assert titles == ["at 500.0; at 500.1", "at 900", "go", "<0>; <1>; <2>; <3>; <4>; and 4 more", "a"]
     assert svg.count('class="skip"') == 2
@@ -204,7 +204,7 @@ def test_a_chart_shows_the_whole_course_or_the_end_of_it() -> None:
     """Points before the start are left of the edge, and set no height."""
     values = array("d", [100.0, 3.0, 2.0, 1.0])
     points = binned(Column(array("d", [1.0, 20.0, 50.0, 100.0]), values), 9)
-    line = Line("a", "red", points)
+    line = ChartLine("a", "red", points)
     whole = coordinates(chart("a", "", [line]), "line")
     assert min(y for _, y in whole) >= 0
     marks = [Mark("save", tokens, f"at {tokens:g}", "red") for tokens in (20, 75)]

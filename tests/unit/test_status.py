@@ -176,7 +176,7 @@ def test_a_line_of_a_run(make: Callable[..., RunFolder]) -> None:
     line = line_of(folder.path)
     assert line.metric_age_s is not None
     assert line.metric_age_s >= 0
-    assert replace(line, metric_age_s=None) == status.Line(
+    assert replace(line, metric_age_s=None) == status.StatusLine(
         run=str(folder.path),
         name="mine",
         step=3,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pretrain.planning.dryrun.lines import Place
-from pretrain.planning.dryrun.order import HOST, Block, Race, StreamOrder
+from pretrain.planning.dryrun.lines import CallSite
+from pretrain.planning.dryrun.order import HOST, Allocation, Race, StreamOrder
 
 MAIN, SIDE, COPIES = "stream 0", "stream 1", "stream 2"
 
@@ -19,21 +19,21 @@ class Program:
         self.order = StreamOrder()
         self.line = 0
 
-    def block(self, owner: str = MAIN, num_bytes: int = 8) -> Block:
+    def block(self, owner: str = MAIN, num_bytes: int = 8) -> Allocation:
         return self.order.allocate(owner, num_bytes, self._next())
 
-    def write(self, actor: str, block: Block, start: int = 0, stop: int = 8) -> None:
+    def write(self, actor: str, block: Allocation, start: int = 0, stop: int = 8) -> None:
         self.order.launch(actor, "write", self._next(), writes=[(block, start, stop)])
 
-    def read(self, actor: str, block: Block, start: int = 0, stop: int = 8) -> None:
+    def read(self, actor: str, block: Allocation, start: int = 0, stop: int = 8) -> None:
         self.order.launch(actor, "read", self._next(), reads=[(block, start, stop)])
 
     def wait(self, actor: str, other: str) -> None:
         self.order.wait_for(actor, other)
 
-    def _next(self) -> Place:
+    def _next(self) -> CallSite:
         self.line += 1
-        return Place(f"program.py:{self.line}")
+        return CallSite(f"program.py:{self.line}")
 
 
 def handed_over(p: Program, *, right: bool) -> None:

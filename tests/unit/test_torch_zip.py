@@ -26,7 +26,7 @@ from pretrain.checkpoint.store.lazy_tensor import LazyTensor, fits
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.store.torch_pickle import Inert, Settings
 from pretrain.checkpoint.store.torch_zip import open_zip
-from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
+from pretrain.checkpoint.store.torch_zip_writer import TensorPlaceholder, write_zip
 from pretrain.errors import CheckpointError
 
 _BASE = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
@@ -344,8 +344,8 @@ def test_what_is_written_is_what_torch_loads(tmp_path: Path) -> None:
         whole = tensors[region.name]
         return whole[tuple(slice(a, a + n) for a, n in zip(region.offset, region.shape, strict=True))]
 
-    def stand_in(name: str) -> StoredTensor:
-        return StoredTensor(name, TensorInfo(tuple(tensors[name].shape), tensors[name].dtype))
+    def stand_in(name: str) -> TensorPlaceholder:
+        return TensorPlaceholder(name, TensorInfo(tuple(tensors[name].shape), tensors[name].dtype))
 
     tree = {"model": OrderedDict((name, stand_in(name)) for name in tensors), "iteration": 3}
     write_zip(tmp_path / "plain.pt", tree, read, max_elements=7)
@@ -370,8 +370,8 @@ def test_storages_beyond_four_gibibytes(tmp_path: Path, monkeypatch: pytest.Monk
         return big[region.offset[0] : region.offset[0] + region.shape[0]]
 
     tree = {
-        "big": StoredTensor("big", TensorInfo((2000,), big.dtype)),
-        "s": StoredTensor("s", TensorInfo((3,), big.dtype)),
+        "big": TensorPlaceholder("big", TensorInfo((2000,), big.dtype)),
+        "s": TensorPlaceholder("s", TensorInfo((3,), big.dtype)),
     }
     write_zip(tmp_path / "big.pt", tree, read)
     loaded, lazy = torch.load(tmp_path / "big.pt", weights_only=True), open_zip(tmp_path / "big.pt")

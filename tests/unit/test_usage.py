@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.memory_config import Observed
+from megamem.memory_config import ObservedQuantities
 from megamem.placement.sharing import LayerView
 from megamem.usage import LayerUsage, UsageCollector, block_number
 from pretrain.train.callbacks import scalars
@@ -82,7 +82,7 @@ def test_figures_of_known_use(world: torch.distributed.ProcessGroup, monkeypatch
     cores = torch.diag_embed(torch.tensor([[[3.0, 1.0]], [[1.0, -3.0]]]))
     layers = [Layer(1, cores), Layer(3, cores / 2)]
     collector = UsageCollector(
-        layers, num_blocks=5, observed=Observed(True, (1, 2)), stage_group=world, device=torch.device("cpu")
+        layers, num_blocks=5, observed=ObservedQuantities(True, (1, 2)), stage_group=world, device=torch.device("cpu")
     )
     collector.start()
     assert layers[0].usage is not None
@@ -108,7 +108,7 @@ def test_figures_of_known_use(world: torch.distributed.ProcessGroup, monkeypatch
 def test_layers_without_cores_have_no_singular_values(world: torch.distributed.ProcessGroup) -> None:
     layers = [Layer(0, None)]
     collector = UsageCollector(
-        layers, num_blocks=1, observed=Observed(True), stage_group=world, device=torch.device("cpu")
+        layers, num_blocks=1, observed=ObservedQuantities(True), stage_group=world, device=torch.device("cpu")
     )
     collector.start()
     assert layers[0].usage is not None
@@ -120,7 +120,7 @@ def test_layers_without_cores_have_no_singular_values(world: torch.distributed.P
 
 def test_a_stage_without_memory_takes_part(world: torch.distributed.ProcessGroup) -> None:
     collector = UsageCollector(
-        [], num_blocks=2, observed=Observed(True, (1, 2)), stage_group=world, device=torch.device("cpu")
+        [], num_blocks=2, observed=ObservedQuantities(True, (1, 2)), stage_group=world, device=torch.device("cpu")
     )
     collector.start()
     assert collector.finish() == {}

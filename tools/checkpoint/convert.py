@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     # These import torch.
     from pretrain.convert.convert import convert
-    from pretrain.convert.format import Target
+    from pretrain.convert.format import ConversionTarget
     from pretrain.convert.registry import FORMATS
 
     kind = FORMATS[args.format]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.with_optimizer and not (can_hold and source.optimizer_state):
         lacking = f"{source.path} has" if can_hold else f"the format {kind.name} holds"
         raise ConfigError(f"--with-optimizer: {lacking} no optimizer state here: leave it out to convert the weights")
-    target = Target(
+    target = ConversionTarget(
         layout=layout,
         with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
         dtype=dtype_named(args.dtype),

@@ -24,14 +24,14 @@ from pretrain.printable import printable
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """Facts that follow from a configuration, printed below it as YAML comments."""
 
     title: str
     lines: tuple[str, ...]
 
 
-def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]:
+def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[ConfigSection]:
     """Figures of a configuration to show besides its keys.
 
     Args:
@@ -40,14 +40,14 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
     """
     sections = [_length_section(config), _model_section(config), _bytes_section(settled(config))]
     if (choice := chosen(config)) is not None:
-        sections.append(Section("choices", (choice.text,)))
+        sections.append(ConfigSection("choices", (choice.text,)))
     if config.model.memory is not None:
         lines = [_feed_forward_line(config.model)]
         if measured_layers:
             lines += _measured_lines(config.model, config.seed, measured_layers)
         else:
             lines.append("memory: not measured; --layers 4 builds that many of its layers and measures them")
-        sections.append(Section(f"initialisation ({config.model.memory.initialised_by})", tuple(lines)))
+        sections.append(ConfigSection(f"initialisation ({config.model.memory.initialised_by})", tuple(lines)))
     if config.parallel.pipeline_layout is not None:
         sections.append(_pipeline_section(config))
     if config.parallel.context > 1:
@@ -55,16 +55,16 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
     return sections
 
 
-def size_section(filled: Filled) -> Section:
+def size_section(filled: Filled) -> ConfigSection:
     """Keys that followed from the size of a configuration, and those that would have but were set."""
     lines = [
         f"{key}: {value:g}" if isinstance(value, float) else f"{key}: {value}" for key, value in filled.keys.items()
     ]
     lines += [f"{key}: as set ({printable(node.origin)})" for key, node in filled.kept.items()]
-    return Section(f"from model.size {filled.text} ({printable(filled.origin)})", tuple(lines))
+    return ConfigSection(f"from model.size {filled.text} ({printable(filled.origin)})", tuple(lines))
 
 
-def _context_section(config: RunConfig) -> Section:
+def _context_section(config: RunConfig) -> ConfigSection:
     """Bytes that the ways of attention send and keep, and the way that the run takes."""
     taken, lines = context_way(config), []
     for way in WAYS:
@@ -75,10 +75,10 @@ def _context_section(config: RunConfig) -> Section:
             f"{costs.kept / 1e6:,.2f} MB kept"
         )
         lines.append(f"{way}{' (taken)' if way == taken else ''}: {problem or text}")
-    return Section("attention across cut sequences (a rank, per layer and microbatch)", tuple(lines))
+    return ConfigSection("attention across cut sequences (a rank, per layer and microbatch)", tuple(lines))
 
 
-def _pipeline_section(config: RunConfig) -> Section:
+def _pipeline_section(config: RunConfig) -> ConfigSection:
     """Blocks of every pipeline stage."""
     parallel = config.parallel
     try:
@@ -94,7 +94,7 @@ def _pipeline_section(config: RunConfig) -> Section:
     for stage in range(parallel.pipeline):
         held = chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
         lines.append(f"stage {stage}: {'; '.join(map(_chunk_text, held))}")
-    return Section("pipeline (blocks count from 0)", tuple(lines))
+    return ConfigSection("pipeline (blocks count from 0)", tuple(lines))
 
 
 def _chunk_text(chunk: ModelChunk) -> str:
@@ -104,14 +104,14 @@ def _chunk_text(chunk: ModelChunk) -> str:
     return ", ".join(parts)
 
 
-def _length_section(config: RunConfig) -> Section:
+def _length_section(config: RunConfig) -> ConfigSection:
     train, stage = config.train, config.stage
     step_tokens = train.tokens_per_step
     in_all = tokens_of_run(train, stage, train.num_steps) - (0 if stage is None else stage.tokens_before)
-    return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {in_all:,}"))
+    return ConfigSection("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {in_all:,}"))
 
 
-def _model_section(config: RunConfig) -> Section:
+def _model_section(config: RunConfig) -> ConfigSection:
     """Parameters, operations and table reads by the closed formulas."""
     model, train = config.model, config.train
     counts = count_parameters(model)
@@ -124,10 +124,10 @@ def _model_section(config: RunConfig) -> Section:
     lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, train.sequence_length) / 1e6:,.2f}")
     if model.memory is not None:
         lines.append(f"bytes of table read per token: {counts.read_values * train.element_bytes:,}")
-    return Section("parameters", tuple(lines))
+    return ConfigSection("parameters", tuple(lines))
 
 
-def _bytes_section(config: RunConfig) -> Section:
+def _bytes_section(config: RunConfig) -> ConfigSection:
     """Bytes that training takes per parameter, by what updates it, before ranks share the state."""
     weight, optimizer = config.train.element_bytes, config.optimizer
     others = dense_state(config)
@@ -140,7 +140,7 @@ def _bytes_section(config: RunConfig) -> Section:
         f"{name}: {weight} + {gradient} + {state:.4g} = {weight + gradient + state:.4g}"
         for name, (gradient, state) in parts.items()
     ]
-    return Section("bytes per parameter, of weight + gradient + optimizer's state", tuple(lines))
+    return ConfigSection("bytes per parameter, of weight + gradient + optimizer's state", tuple(lines))
 
 
 def _feed_forward_line(model: ModelConfig) -> str:

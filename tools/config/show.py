@@ -12,7 +12,7 @@ from pretrain.config.stages import RunSource, read_run, stage_called, to_entries
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
 from tools.config.explained import explained_lines, key_lines
-from tools.config.sections import Section, extra_sections, size_section
+from tools.config.sections import ConfigSection, extra_sections, size_section
 from tools.parsers import add_config, add_stage
 from tools.stages import stage_chart, stage_table
 
@@ -68,7 +68,7 @@ def run_show(args: argparse.Namespace) -> int:
     if source.filled is not None:
         sections.insert(0, size_section(source.filled))
     if config.stage is not None and args.stage is None:
-        sections.insert(0, Section("stages", (*stage_table(stages), "", *stage_chart(stages))))
+        sections.insert(0, ConfigSection("stages", (*stage_table(stages), "", *stage_chart(stages))))
         print(dump_yaml(to_entries(stages)).rstrip())
     elif args.explain or args.origins:
         origin = _origins(source, args.stage) if args.origins else None

@@ -26,7 +26,7 @@ _MOST_WORDS = 5
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A line of a chart.
 
     Attributes:
@@ -64,7 +64,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """Range and scale of a chart's axis.
 
     Attributes:
@@ -95,7 +95,7 @@ class Axis:
 def chart(
     title: str,
     unit: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     marks: Iterable[Mark] = (),
     *,
     logarithmic: bool = False,
@@ -164,31 +164,31 @@ def in_short(value: float) -> str:
     return "0" if abs(value) < 1e-300 else f"{value:.3g}"
 
 
-def _token_axis(lines: Sequence[Line], start: float) -> Axis:
+def _token_axis(lines: Sequence[ChartLine], start: float) -> ChartAxis:
     last = max(float(line.points.tokens.max()) for line in lines)
     # Room for half a dot behind the last.
-    return Axis(start * last, (1 + 0.02 * (1 - start)) * last or 1.0)
+    return ChartAxis(start * last, (1 + 0.02 * (1 - start)) * last or 1.0)
 
 
-def _value_axis(lines: Sequence[Line], across: Axis, *, logarithmic: bool, from_zero: bool) -> Axis:
+def _value_axis(lines: Sequence[ChartLine], across: ChartAxis, *, logarithmic: bool, from_zero: bool) -> ChartAxis:
     shown = np.concatenate([_shown_values(line, across) for line in lines])
     low, high = float(shown.min()), float(shown.max())
     if logarithmic and low > 0:
-        return Axis(low / 1.1, high * 1.1, logarithmic=True)
+        return ChartAxis(low / 1.1, high * 1.1, logarithmic=True)
     if from_zero:
         low = min(0.0, low)
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    return Axis(low if from_zero and low == 0 else low - margin, high + margin)
+    return ChartAxis(low if from_zero and low == 0 else low - margin, high + margin)
 
 
-def _shown_values(line: Line, across: Axis) -> np.ndarray[Any, Any]:
+def _shown_values(line: ChartLine, across: ChartAxis) -> np.ndarray[Any, Any]:
     points = line.points
     shown = points.tokens >= across.low
     edges = (points.low, points.high) if line.band else (points.mean,)
     return np.concatenate([edge[shown] for edge in edges])
 
 
-def _columns(across: Axis) -> Iterator[tuple[float, str, str]]:
+def _columns(across: ChartAxis) -> Iterator[tuple[float, str, str]]:
     """Place, label and anchor of each tick of tokens."""
     placed = list(_placed(across))
     for number, (tick, place) in enumerate(placed):
@@ -197,7 +197,7 @@ def _columns(across: Axis) -> Iterator[tuple[float, str, str]]:
         yield _LEFT + _PLOT_WIDTH * place, in_short(tick), "end" if at_edge else "middle"
 
 
-def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
+def _placed(axis: ChartAxis) -> Iterable[tuple[float, float]]:
     ticks = axis.ticks()
     return zip(ticks, axis.place(np.array(ticks)).tolist(), strict=True)
 
@@ -213,7 +213,7 @@ class _DrawnMark:
     words: str
 
 
-def _drawn_marks(marks: Iterable[Mark], across: Axis) -> Iterator[_DrawnMark]:
+def _drawn_marks(marks: Iterable[Mark], across: ChartAxis) -> Iterator[_DrawnMark]:
     bottom = HEIGHT - _BOTTOM
     together: dict[tuple[str, int, str], list[Mark]] = {}
     for mark in marks:
@@ -244,7 +244,7 @@ class _Drawn:
     band: str = ""
 
 
-def _drawn(line: Line, across: Axis, up: Axis) -> _Drawn:
+def _drawn(line: ChartLine, across: ChartAxis, up: ChartAxis) -> _Drawn:
     points = line.points
     x = _PLOT_WIDTH * across.place(points.tokens)
     heights = _heights(points.mean, up)
@@ -257,7 +257,7 @@ def _drawn(line: Line, across: Axis, up: Axis) -> _Drawn:
     return _Drawn("line", f"M{_path(x, heights)}", band)
 
 
-def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
+def _heights(values: np.ndarray[Any, Any], up: ChartAxis) -> np.ndarray[Any, Any]:
     """Heights within the plot, or at most as far outside of it as it is high."""
     return _PLOT_HEIGHT * (1 - np.clip(up.place(values), -1, 2))
 
@@ -280,4 +280,4 @@ def _logarithmic_ticks(low: float, high: float) -> list[float]:
         if len(ticks) >= 3:
             stride = math.ceil(len(ticks) / (2 * _NUM_TICKS))
             return ticks[::stride]
-    return [tick for tick in Axis(low, high).ticks() if tick > 0]
+    return [tick for tick in ChartAxis(low, high).ticks() if tick > 0]

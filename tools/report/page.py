@@ -13,7 +13,7 @@ import numpy as np
 from pretrain.config.loader import flat, shown_at, to_dict
 from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
-from tools.report.charts import Key, Line, Mark, chart, colour_of, shade_of
+from tools.report.charts import ChartLine, Key, Mark, chart, colour_of, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
 from tools.run_status import duration
 from tools.templates import render
@@ -157,13 +157,13 @@ def _evaluations(runs: Sequence[RunRecord]) -> Section:
 
 def _lines(
     runs: Sequence[RunRecord], name: str, resolution: int, *, noisy: bool = False, dots: bool = False
-) -> list[Line]:
+) -> list[ChartLine]:
     lines = []
     for number, run in enumerate(runs):
         if column := run.metrics.figures.get(name):
             colour, dash = colour_of(number)
             num_bins = min(resolution, _MOST_DOTS if dots else MEANS_OF_NOISE if noisy else MOST_POINTS)
-            lines.append(Line(run.name, colour, binned(column, num_bins), dash, band=noisy, dots=dots))
+            lines.append(ChartLine(run.name, colour, binned(column, num_bins), dash, band=noisy, dots=dots))
     return lines
 
 
@@ -195,7 +195,7 @@ def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequenc
                 rows.append((name, *(f"{at[tokens]:.4f}" if tokens in at else "-" for tokens in times)))
             yield Section(title, head=head, rows=rows)
             continue
-        lines = [Line(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
+        lines = [ChartLine(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
         keys = [Key(f"{name}: {column.last:.4f}", colours[name]) for name, column in domains.items()]
         yield Section(title, (chart("Bits per byte, domain by domain", "", lines, starts),), keys=keys)
 
@@ -220,7 +220,7 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[Sect
             for number, run in with_blocks:
                 if columns := run.metrics.of_blocks.get(name):
                     colour, dash = colour_of(number)
-                    lines.append(Line(run.name, colour, _over_blocks(columns, resolution), dash, band=True))
+                    lines.append(ChartLine(run.name, colour, _over_blocks(columns, resolution), dash, band=True))
             charts.append(chart(*_block_title(name), lines, from_zero=True))
         yield Section("Memory, mean over its blocks", charts, "Shaded: from the lowest to the highest block.")
     for _, run in with_blocks:
@@ -241,13 +241,13 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[Sect
         yield Section(title, charts, note, keys)
 
 
-def _lines_of_blocks(run: RunRecord, name: str, colours: Mapping[int, str], resolution: int) -> Iterator[Line]:
+def _lines_of_blocks(run: RunRecord, name: str, colours: Mapping[int, str], resolution: int) -> Iterator[ChartLine]:
     of_blocks = run.metrics.of_blocks
     for block, column in of_blocks[name].items():
-        yield Line(f"block {block}", colours[block], binned(column, resolution))
+        yield ChartLine(f"block {block}", colours[block], binned(column, resolution))
     if name == "coverage":
         for block, column in of_blocks.get(_EVEN, {}).items():
-            yield Line(f"block {block}, if reads were even", colours[block], binned(column, resolution), dash=1)
+            yield ChartLine(f"block {block}, if reads were even", colours[block], binned(column, resolution), dash=1)
 
 
 def _block_title(name: str) -> tuple[str, str]:

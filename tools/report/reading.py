@@ -25,7 +25,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
 from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.rows import numbered_rows
-from pretrain.train.health.memories import Finding, findings
+from pretrain.train.health.memories import MemoryFault, findings
 from tools.run_status import Standing, standing_of
 from tools.vocabulary import with_vocabulary_of
 
@@ -80,7 +80,7 @@ class Metrics:
     stages: tuple[tuple[float, str], ...] = ()
 
     @property
-    def dropped_out(self) -> list[Finding]:
+    def dropped_out(self) -> list[MemoryFault]:
         """The memories whose keys have collapsed, or that are silent, at the end."""
         course: dict[int, dict[str, Sequence[float]]] = {}
         for name, columns in self.of_blocks.items():

@@ -22,7 +22,7 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.growth.config import grown_config
 from pretrain.growth.placement import PLACEMENTS, Placement
-from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
+from pretrain.growth.plan import METHODS, GrownBlock, Method, grown_blocks
 from pretrain.run.folder import RunFolder
 from tools.drawing import svg
 from tools.ranks import default_num_ranks, import_engine
@@ -53,14 +53,14 @@ class Way:
     freezes: bool
     keys: Mapping[str, Any]
 
-    def blocks(self, num_layers: int) -> tuple[Block, ...]:
+    def blocks(self, num_layers: int) -> tuple[GrownBlock, ...]:
         """Blocks of the grown model.
 
         Raises:
             ConfigError: the model's depth does not allow it.
         """
         if self.insert is None:
-            return tuple(Block((layer,)) for layer in range(num_layers))
+            return tuple(GrownBlock((layer,)) for layer in range(num_layers))
         return grown_blocks(self.insert, num_layers=num_layers, num_inserted=self.num_blocks, placement=self.placement)
 
     @cached_property
@@ -266,7 +266,7 @@ def grow(base: Path, way: Way, seed: int, output: Path) -> None:
     """Write the folder of a run at step 0 whose model is that of a run, grown."""
     # These import torch.
     from pretrain.convert.convert import convert
-    from pretrain.convert.format import Target
+    from pretrain.convert.format import ConversionTarget
     from pretrain.convert.names import NATIVE
     from pretrain.convert.registry import FORMATS, open_checkpoint
     from pretrain.convert.resources import Resources
@@ -276,7 +276,7 @@ def grow(base: Path, way: Way, seed: int, output: Path) -> None:
     opened = open_checkpoint(base)
     blocks = way.blocks(opened.config.model.num_layers)
     grown = upscale(opened, blocks, [*way.memory_keys, f"seed={seed}"], name=way.name)
-    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=_MAX_FILE_BYTES)
+    target = ConversionTarget(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=_MAX_FILE_BYTES)
     output.parent.mkdir(parents=True, exist_ok=True)
     resources = Resources(num_workers=1, max_memory_bytes=_MAX_FILE_BYTES)
     with Phases() as phases:

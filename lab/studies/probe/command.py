@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.studies.probe.picture import draw, table
-from lab.suite.plan import Answers, Cell, Plan, cells
+from lab.suite.plan import Answers, Cell, SuitePlan, cells
 from lab.suite.tasks import TASKS
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
@@ -132,7 +132,7 @@ def _overrides(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def _plan(args: argparse.Namespace, config: RunConfig) -> Plan:
+def _plan(args: argparse.Namespace, config: RunConfig) -> SuitePlan:
     def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
         try:
             return sorted({kind(part) for part in text.split(",")})
@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace, config: RunConfig) -> Plan:
 
     length = config.train.sequence_length
     lengths = args.lengths or ",".join(str(max(1, length // share)) for share in _SHARES_OF_A_SEQUENCE)
-    return Plan(
+    return SuitePlan(
         tuple(dict.fromkeys(args.tasks.split(","))),
         tuple(numbers("lengths", lengths, int)),
         tuple(numbers("depths", args.depths, float)),
@@ -155,7 +155,7 @@ def _num_ranks(config: RunConfig, *, own_layout: bool) -> int:
     return fewest_ranks(config.parallel) if own_layout else num_visible_gpus() or 2
 
 
-def _check(config: RunConfig, plan: Plan, num_ranks: int) -> None:
+def _check(config: RunConfig, plan: SuitePlan, num_ranks: int) -> None:
     """Refuse a layout that the ranks cannot have, or that cannot cut the texts."""
     validate_layout(config, num_ranks)
     layout = config.parallel
@@ -175,7 +175,7 @@ class _Asked:
         config: RunConfig,
         folder: RunFolder,
         checkpoint: Path,
-        plan: Plan,
+        plan: SuitePlan,
         overrides: tuple[str, ...],
         file: Path,
     ) -> None:
@@ -206,7 +206,7 @@ class _Asked:
     def _cells(self, chunks: Any, groups: Any) -> list[Cell]:
         from contextlib import nullcontext
 
-        from lab.suite.ask import Rows, ask
+        from lab.suite.ask import AnswerRows, ask
         from lab.suite.texts import Filler, Writer
         from pretrain.data.held_out import evaluated_parts
         from pretrain.progress import Progress
@@ -214,7 +214,7 @@ class _Asked:
         train = self.config.train
         parts = [(dataset, split) for dataset, split, _ in evaluated_parts(self.config.evaluated)]
         writer = Writer(Filler(parts))
-        rows = {length: Rows(writer, self.plan, length) for length in self.plan.lengths}
+        rows = {length: AnswerRows(writer, self.plan, length) for length in self.plan.lengths}
         total = sum(map(len, rows.values()))
         found: list[Cell] = []
         with Progress("asking", total=total, leave=False) if groups.is_main else nullcontext() as bar:

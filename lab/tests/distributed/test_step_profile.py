@@ -17,7 +17,7 @@ from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.bench import step_profile
-from lab.bench.step_profile import Phase, measure_steps, profiled_steps
+from lab.bench.step_profile import StepPhase, measure_steps, profiled_steps
 from lab.bench.timeline import Range, RangeTimes, Timeline
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
@@ -125,7 +125,7 @@ def test_parts_add_up_and_change_nothing(name: str, profiles: dict[str, Profile]
     assert all(seconds >= 0 for seconds in found.intervals.seconds.values())
     assert 0 < sum(found.intervals.seconds.values()) <= found.wall_s
     assert found.intervals.num_steps == NUM_STEPS
-    assert {where.phase for where in found.intervals.seconds} <= set(Phase)
+    assert {where.phase for where in found.intervals.seconds} <= set(StepPhase)
     assert {where.part for where in found.intervals.seconds} <= {"", *Part}
 
 
@@ -139,15 +139,19 @@ def passes(reads: int, *, has_pre: bool = True, recomputed: bool = False) -> Cou
     gathers = {Part.GATHER_SUM, Part.GATHER_DOT} if has_pre else {Part.GATHER_SUM}
     forward = {Part.KEYS, Part.SELECTION, Part.SCORES, Part.ROWS, Part.WEIGHTING, Part.OTHER} | gathers
     backward = forward - {Part.SELECTION, Part.ROWS}
-    counts = Counter({Range(Phase.FORWARD, part): reads for part in forward})
-    counts.update({Range(Phase.BACKWARD, part): reads for part in backward})
-    counts[Range(Phase.FORWARD, Part.PROJECTIONS)] = 2 * reads
-    counts[Range(Phase.BACKWARD, Part.PROJECTIONS)] = (2 if has_pre else 1) * reads
+    counts = Counter({Range(StepPhase.FORWARD, part): reads for part in forward})
+    counts.update({Range(StepPhase.BACKWARD, part): reads for part in backward})
+    counts[Range(StepPhase.FORWARD, Part.PROJECTIONS)] = 2 * reads
+    counts[Range(StepPhase.BACKWARD, Part.PROJECTIONS)] = (2 if has_pre else 1) * reads
     # Both tables of two layers are added up as one, but where each block has a backward pass of its own.
-    counts[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)] = (2 if recomputed else 1) * reads
+    counts[Range(StepPhase.BACKWARD, Part.TABLE_GRADIENT)] = (2 if recomputed else 1) * reads
     if recomputed:
         counts.update(
-            {Range(Phase.BACKWARD, where.part): n for where, n in list(counts.items()) if where.phase == Phase.FORWARD}
+            {
+                Range(StepPhase.BACKWARD, where.part): n
+                for where, n in list(counts.items())
+                if where.phase == StepPhase.FORWARD
+            }
         )
     return counts
 
@@ -157,7 +161,7 @@ def of_passes(counts: Counter[Range]) -> Counter[Range]:
         {
             s: n
             for s, n in counts.items()
-            if s.phase in (Phase.FORWARD, Phase.BACKWARD) and s.part not in ("", Part.EXCHANGE)
+            if s.phase in (StepPhase.FORWARD, StepPhase.BACKWARD) and s.part not in ("", Part.EXCHANGE)
         }
     )
 
@@ -191,26 +195,32 @@ def test_every_part_is_entered_as_often_as_it_runs(
 def test_phases_of_a_step(profiles: dict[str, Profile]) -> None:
     found = per_step(profiles["v2"])
     phases = {where.phase: number for where, number in found.items() if not where.part}
-    assert phases == {Phase.FORWARD: 2, Phase.BACKWARD: 2, Phase.REDUCTION: 1, Phase.CLIPPING: 3, Phase.OPTIMIZER: 1}
+    assert phases == {
+        StepPhase.FORWARD: 2,
+        StepPhase.BACKWARD: 2,
+        StepPhase.REDUCTION: 1,
+        StepPhase.CLIPPING: 3,
+        StepPhase.OPTIMIZER: 1,
+    }
     once = {
         where: number
         for where, number in found.items()
-        if where.part and where.phase not in (Phase.FORWARD, Phase.BACKWARD)
+        if where.part and where.phase not in (StepPhase.FORWARD, StepPhase.BACKWARD)
     }
     assert once == {
-        Range(Phase.REST, Part.SINGULAR_VECTORS): 1,
-        Range(Phase.REST, Part.ZEROING): 1,
+        Range(StepPhase.REST, Part.SINGULAR_VECTORS): 1,
+        Range(StepPhase.REST, Part.ZEROING): 1,
         # Reduced, and divided by the number of tokens.
-        Range(Phase.REDUCTION, Part.TABLE_REDUCTION): 2,
-        Range(Phase.OPTIMIZER, Part.TABLE_STEP): 1,
+        Range(StepPhase.REDUCTION, Part.TABLE_REDUCTION): 2,
+        Range(StepPhase.OPTIMIZER, Part.TABLE_STEP): 1,
     }
-    assert Range(Phase.MESSAGES, "") in per_step(profiles["pipeline 2"])
+    assert Range(StepPhase.MESSAGES, "") in per_step(profiles["pipeline 2"])
 
 
 def test_reading_for_heads_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
     found = of_passes(per_step(profiles["rows for the rank's own heads"]))
     # 4 layers x 2 microbatches.
-    assert {found[Range(phase, Part.WEIGHTING)] for phase in (Phase.FORWARD, Phase.BACKWARD)} == {8}
+    assert {found[Range(phase, Part.WEIGHTING)] for phase in (StepPhase.FORWARD, StepPhase.BACKWARD)} == {8}
 
 
 def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
@@ -221,14 +231,17 @@ def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
 def test_naive_gathers_keep_their_table_gradient_inside(profiles: dict[str, Profile]) -> None:
     found = of_passes(per_step(profiles["naive"]))
     expected = passes(8)
-    del expected[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)]
+    del expected[Range(StepPhase.BACKWARD, Part.TABLE_GRADIENT)]
     assert found == expected
 
 
 def test_the_exchange_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
     """Five collectives forward, four backward."""
     found = per_step(profiles["memory 2"])
-    assert (found[Range(Phase.FORWARD, Part.EXCHANGE)], found[Range(Phase.BACKWARD, Part.EXCHANGE)]) == (5 * 4, 4 * 4)
+    assert (found[Range(StepPhase.FORWARD, Part.EXCHANGE)], found[Range(StepPhase.BACKWARD, Part.EXCHANGE)]) == (
+        5 * 4,
+        4 * 4,
+    )
     assert Part.EXCHANGE not in {where.part for where in per_step(profiles["v2"])}
 
 

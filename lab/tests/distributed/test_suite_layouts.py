@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from tiny_runs import PRIVATE, joined
 from torch import Tensor, nn
 
-from lab.suite.ask import Rows, ask
-from lab.suite.plan import Plan
+from lab.suite.ask import AnswerRows, ask
+from lab.suite.plan import SuitePlan
 from lab.suite.texts import Filler, Writer
 from megamem.backbone.chunked_loss import judge
 from pretrain.data.manifest import TRAIN, open_dataset
@@ -24,7 +24,7 @@ from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.engine.build import build_chunks
 
 LENGTH = 192
-PLAN = Plan(("needle", "hops"), (LENGTH,), (0.0, 1.0), 2, 2, 3)
+PLAN = SuitePlan(("needle", "hops"), (LENGTH,), (0.0, 1.0), 2, 2, 3)
 LAYOUTS: dict[str, dict[str, int]] = {
     "data": {},
     "tensor and memory": {"tensor": 2, "memory": 2},
@@ -53,7 +53,7 @@ def scores(corpus: Path, layout: dict[str, int], chunk_tokens: int | None) -> li
     )
     with joined(config) as groups:
         chunks = build_chunks(config, groups, vocab_size=ByteTokenizer.vocab_size)
-        rows = Rows(Writer(Filler([(open_dataset(corpus), TRAIN)])), PLAN, LENGTH)
+        rows = AnswerRows(Writer(Filler([(open_dataset(corpus), TRAIN)])), PLAN, LENGTH)
         return ask(chunks, rows, groups, micro_batch_size=3, pipeline=config.parallel.pipeline)
 
 
@@ -66,7 +66,7 @@ def by_hand(corpus: Path) -> Tensor:
     with joined(config) as groups, torch.no_grad():
         (chunk,) = build_chunks(config, groups, vocab_size=ByteTokenizer.vocab_size)
         chunk.eval()
-        rows = Rows(Writer(Filler([(open_dataset(corpus), TRAIN)])), PLAN, LENGTH)
+        rows = AnswerRows(Writer(Filler([(open_dataset(corpus), TRAIN)])), PLAN, LENGTH)
         for number in range(len(rows)):
             row = rows[number]
             logits = chunk(row["tokens"][None], row["position_ids"][None], None)[0].double()
@@ -162,7 +162,7 @@ def test_a_model_is_right_as_far_as_it_can_see(
     from lab.suite import ask as ask_module
     from lab.suite.plan import cells
 
-    plan = Plan(("needle",), (LENGTH,), (0.0, 1.0), 4, 2, 3)
+    plan = SuitePlan(("needle",), (LENGTH,), (0.0, 1.0), 4, 2, 3)
 
     def passes(chunks: Any, streams: Any, step: Any, num_microbatches: int, *_: Any) -> list[Tensor]:
         found = []
@@ -179,7 +179,7 @@ def test_a_model_is_right_as_far_as_it_can_see(
     def asked() -> list[Any]:
         groups: Any = type("One", (), {"data_rank": 0, "data_size": 1, "device": torch.device("cpu")})
         model: Any = CopyingModel(ByteTokenizer.vocab_size, reach)
-        rows = Rows(Writer(Filler([(open_dataset(corpus), TRAIN)])), plan, LENGTH)
+        rows = AnswerRows(Writer(Filler([(open_dataset(corpus), TRAIN)])), plan, LENGTH)
         return list(cells(plan, LENGTH, ask([model], rows, groups, micro_batch_size=5, pipeline=1)))
 
     (found,) = run_ranks(asked, 1)

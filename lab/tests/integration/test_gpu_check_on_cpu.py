@@ -12,7 +12,7 @@ from commands import Megamem
 
 from lab.gpu_check import command
 from lab.gpu_check.command import Check
-from lab.gpu_check.plan import Command, Plan, Trial, full_plan, with_keys
+from lab.gpu_check.plan import CheckPlan, Command, ShortTraining, full_plan, with_keys
 from tools import cli
 
 TINY = (
@@ -30,17 +30,17 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> CheckPlan:
     config = with_keys(full_plan().trials[0].config, *TINY)
-    return Plan(
+    return CheckPlan(
         trials=(
-            Trial("cpu", config, on_cpu=True),
-            Trial("one", config, like="cpu", holds=True),
-            Trial("two", with_keys(config, "parallel.memory=2"), 2, like="one", tolerance=1e-4),
-            Trial("other", with_keys(config, "optimizer.lr=0.02"), like="one", tolerance=1e-4),
-            Trial("unable", with_keys(config, "model.vocab_size=100"), like="one"),
-            Trial("of unable", config, like="unable"),
-            Trial("many", with_keys(config, "parallel.memory=2"), 4, like="one"),
+            ShortTraining("cpu", config, on_cpu=True),
+            ShortTraining("one", config, like="cpu", holds=True),
+            ShortTraining("two", with_keys(config, "parallel.memory=2"), 2, like="one", tolerance=1e-4),
+            ShortTraining("other", with_keys(config, "optimizer.lr=0.02"), like="one", tolerance=1e-4),
+            ShortTraining("unable", with_keys(config, "model.vocab_size=100"), like="one"),
+            ShortTraining("of unable", config, like="unable"),
+            ShortTraining("many", with_keys(config, "parallel.memory=2"), 4, like="one"),
         ),
         first={
             "Order": Command(("lab.gpu_check.sanitized", "2"), 2),
@@ -76,7 +76,7 @@ def in_forks(megamem: Megamem, corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_everything_is_run_judged_and_written_down(
-    plan: Plan, in_forks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    plan: CheckPlan, in_forks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "page.md"
     check = Check(plan, output, num_gpus=2, minutes=10)
@@ -112,7 +112,7 @@ def test_everything_is_run_judged_and_written_down(
     assert "3 checks of 15 are not as it should be" in " ".join(capfd.readouterr().out.split())
 
 
-def test_nothing_is_started_when_the_time_is_over(plan: Plan, tmp_path: Path) -> None:
+def test_nothing_is_started_when_the_time_is_over(plan: CheckPlan, tmp_path: Path) -> None:
     check = Check(replace(plan, trials=plan.trials[:1]), tmp_path / "page.md", num_gpus=2, minutes=0.0)
     assert check.run() == 0
     assert {verdict.state for verdict in check._verdicts} == {"skipped"}

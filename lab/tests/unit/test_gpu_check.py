@@ -14,7 +14,7 @@ from torch.cuda._sanitizer import ArgumentHandler
 
 from lab.gpu_check.judge import Verdict, judge, judge_resumed
 from lab.gpu_check.page import Output, page
-from lab.gpu_check.plan import Plan, Trial, full_plan
+from lab.gpu_check.plan import CheckPlan, ShortTraining, full_plan
 from lab.gpu_check.sanitized import main, pass_over_sparse_tensors, sanitized_config
 from lab.gpu_check.trial import Observed, RuleOfTokens
 from pretrain.config.schema import RunConfig
@@ -24,7 +24,7 @@ from tools.cli import build_parser
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> CheckPlan:
     return full_plan()
 
 
@@ -32,11 +32,11 @@ SEEN = Observed((5.0, 4.0, 3.0), (1.0, 0.9, 0.8), 1000.0, 0, 0)
 
 
 @pytest.fixture
-def trial(plan: Plan) -> Trial:
+def trial(plan: CheckPlan) -> ShortTraining:
     return replace(plan.trials[1], tolerance=0.1)
 
 
-def test_every_trial_can_run_and_has_something_to_be_like(plan: Plan) -> None:
+def test_every_trial_can_run_and_has_something_to_be_like(plan: CheckPlan) -> None:
     names: list[str] = []
     for trial in plan.trials:
         validate(trial.config, trial.num_ranks)
@@ -49,7 +49,7 @@ def test_every_trial_can_run_and_has_something_to_be_like(plan: Plan) -> None:
     assert {trial.num_ranks for trial in plan.trials} == {1, 2, 4, 8}
 
 
-def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
+def test_layouts_precisions_and_switches_are_in_the_plan(plan: CheckPlan) -> None:
     keys = ("kernels", "recompute", "deterministic", "precision")
     trained = [trial.config.train for trial in plan.trials]
     assert [len({getattr(train, key) for train in trained}) for key in keys] == [2, 2, 2, 2]
@@ -63,7 +63,7 @@ def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
     assert any(not trial.tolerance and trial.like for trial in plan.trials)
 
 
-def test_what_only_a_gpu_can_tell_comes_first(plan: Plan) -> None:
+def test_what_only_a_gpu_can_tell_comes_first(plan: CheckPlan) -> None:
     assert list(plan.first) == [
         "Order of streams, 1 GPU",
         "Order of streams, 2 GPUs",
@@ -89,7 +89,7 @@ def test_what_only_a_gpu_can_tell_comes_first(plan: Plan) -> None:
 
 
 def test_the_sanitizer_begins_when_the_environment_is_settled(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: CheckPlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sanitized = [command for title, command in plan.first.items() if title.startswith("Order of streams")]
     assert [(*command.words, command.num_gpus) for command in sanitized] == [
@@ -132,7 +132,7 @@ def test_the_sanitizer_is_not_asked_about_sparse_tensors(monkeypatch: pytest.Mon
     assert [value is dense for value in seen] == [True]
 
 
-def test_a_loss_may_be_so_far_off_and_no_further(trial: Trial) -> None:
+def test_a_loss_may_be_so_far_off_and_no_further(trial: ShortTraining) -> None:
     near = replace(SEEN, losses=(5.0, 4.09, 3.0))
     assert judge(trial, near, SEEN).state == "ok"
     verdict = judge(trial, replace(SEEN, losses=(5.0, 4.11, 3.0)), SEEN)
@@ -140,7 +140,7 @@ def test_a_loss_may_be_so_far_off_and_no_further(trial: Trial) -> None:
     assert verdict.text.startswith("other losses: loss 5.0000 to 3.0000, 1,000 tokens/s; losses within 1.1e-01 of ")
 
 
-def test_where_the_same_bits_are_wanted_norms_count_too(trial: Trial) -> None:
+def test_where_the_same_bits_are_wanted_norms_count_too(trial: ShortTraining) -> None:
     exact = replace(trial, tolerance=0.0)
     assert judge(exact, SEEN, SEEN).state == "ok"
     assert judge(exact, replace(SEEN, losses=(5.0, 4.0, math.nextafter(3.0, 4))), SEEN).text.startswith("other losses")
@@ -148,19 +148,19 @@ def test_where_the_same_bits_are_wanted_norms_count_too(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_differs(trial: Trial, value: float) -> None:
+def test_what_is_not_finite_differs(trial: ShortTraining, value: float) -> None:
     for broken in (replace(SEEN, losses=(5.0, value, 3.0)), replace(SEEN, norms=(1.0, 0.9, value))):
         assert judge(trial, broken, SEEN).state == "differs"
         assert judge(trial, broken, None).text.startswith("a loss or a gradient is not finite")
 
 
-def test_who_learns_nothing_differs(trial: Trial) -> None:
+def test_who_learns_nothing_differs(trial: ShortTraining) -> None:
     """Both sides may be wrong alike."""
     flat = replace(SEEN, losses=(5.0, 5.0, 5.0))
     assert judge(trial, flat, flat).text.startswith("it has learned nothing")
 
 
-def test_memory_is_held_against_the_formula(trial: Trial) -> None:
+def test_memory_is_held_against_the_formula(trial: ShortTraining) -> None:
     expected = held_bytes(trial.config, 1).total
     assert trial.holds
     for held, state in (
@@ -183,7 +183,7 @@ def test_a_resumed_run_is_the_same_in_every_step() -> None:
     assert judge_resumed({}, {}, 3).state == "differs"
 
 
-def test_samples_follow_their_rule_and_differ(plan: Plan) -> None:
+def test_samples_follow_their_rule_and_differ(plan: CheckPlan) -> None:
     samples = RuleOfTokens(plan.trials[0].config)
     first, second = samples[0], samples[1]
     assert not first["tokens"].equal(second["tokens"])

@@ -323,11 +323,11 @@ def test_layouts_stay_within_the_budgets_of_commands() -> None:
 
 def test_traffic_beyond_a_budget_is_told_with_its_line() -> None:
     from lab.stand_in.budgets import CommandTraffic
-    from lab.stand_in.host_traffic import Finding, Traffic
-    from pretrain.planning.dryrun.lines import Place
+    from lab.stand_in.host_traffic import LineTraffic, Traffic
+    from pretrain.planning.dryrun.lines import CallSite
 
-    copies = Finding(Traffic.PINNED, Place("pretrain/data/loader.py:96"), "copy to the device", 8, 64)
-    read = Finding(Traffic.READ, Place("megamem/bank.py:7"), "item", 1, 4)
+    copies = LineTraffic(Traffic.PINNED, CallSite("pretrain/data/loader.py:96"), "copy to the device", 8, 64)
+    read = LineTraffic(Traffic.READ, CallSite("megamem/bank.py:7"), "item", 1, 4)
     assert CommandTraffic("training", (copies,), {"microbatch": 2}).excesses == ()
     first, second = CommandTraffic("training", (copies, read), {"microbatch": 1}).excesses
     assert str(first) == "8 pinned copies (copy to the device) from pretrain/data/loader.py:96, where 4 may be"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lab.studies.probe.picture import draw, picture, table
-from lab.suite.ask import Rows
-from lab.suite.plan import Answers, Cell, Plan, cells
+from lab.suite.ask import AnswerRows
+from lab.suite.plan import Answers, Cell, SuitePlan, cells
 from lab.suite.tasks import NUM_HOPS, TASKS, is_asked
 from lab.suite.texts import Filler, Writer
 from pretrain.data.manifest import VALIDATION, open_dataset
@@ -153,11 +153,11 @@ def test_there_must_be_text_to_fill_with(tmp_path: Path) -> None:
         Filler([(open_dataset(tmp_path / "data"), VALIDATION)])
 
 
-PLAN = Plan(("needle", "kv"), (400,), (0.0, 1.0), 2, NUM_WRONG, 7)
+PLAN = SuitePlan(("needle", "kv"), (400,), (0.0, 1.0), 2, NUM_WRONG, 7)
 
 
 def test_rows_ask_for_each_answer_and_nothing_else(writer: Writer) -> None:
-    rows = Rows(writer, PLAN, 400)
+    rows = AnswerRows(writer, PLAN, 400)
     assert len(rows) == 2 * 2 * 2 * 4
     tokenizer = writer.tokenizer
     for number in range(len(rows)):
@@ -180,7 +180,7 @@ def test_rows_ask_for_each_answer_and_nothing_else(writer: Writer) -> None:
     )
 
 
-def scored_by(writer: Writer, plan: Plan, length: int, window: int | None, *, knows: bool) -> list[Cell]:
+def scored_by(writer: Writer, plan: SuitePlan, length: int, window: int | None, *, knows: bool) -> list[Cell]:
     """Cells of a reader of the last `window` letters that is sure of what it finds, or of one that knows nothing."""
     scores = []
     for question in plan.questions():
@@ -197,7 +197,7 @@ def scored_by(writer: Writer, plan: Plan, length: int, window: int | None, *, kn
 
 
 def test_one_that_can_is_always_right_and_one_that_cannot_never(writer: Writer) -> None:
-    plan = Plan(tuple(TASKS), (900,), DEPTHS, 3, NUM_WRONG, 1)
+    plan = SuitePlan(tuple(TASKS), (900,), DEPTHS, 3, NUM_WRONG, 1)
     able = scored_by(writer, plan, 900, None, knows=True)
     assert [(cell.task, cell.depth) for cell in able] == [(task, depth) for task in TASKS for depth in DEPTHS]
     assert all((cell.exact, cell.chosen, cell.num_samples) == (1, 1, 3) for cell in able)
@@ -210,7 +210,7 @@ def test_one_that_can_is_always_right_and_one_that_cannot_never(writer: Writer) 
 
 
 def test_cells_count_exact_and_chosen_answers() -> None:
-    plan = Plan(("needle",), (100,), (0.5,), 4, 2, 1)
+    plan = SuitePlan(("needle",), (100,), (0.5,), 4, 2, 1)
     scores = [
         # Exact, and likelier than both others; per token, as they have more tokens.
         [(2.0, 2.0, 2.0), (3.5, 3.0, 0.0), (9.0, 3.0, 1.0)],
@@ -222,7 +222,7 @@ def test_cells_count_exact_and_chosen_answers() -> None:
     ]
     (cell,) = cells(plan, 100, scores)  # type: ignore[arg-type]
     assert cell == Cell("needle", 100, 0.5, 4, 0.5, 0.5, (1 + 1 + 2 + 4) / 4)
-    (alone,) = cells(Plan(("needle",), (100,), (0.5,), 1, 0, 1), 100, [[(1.0, 2.0, 2.0)]])
+    (alone,) = cells(SuitePlan(("needle",), (100,), (0.5,), 1, 0, 1), 100, [[(1.0, 2.0, 2.0)]])
     assert (alone.exact, alone.chosen) == (1, None)
 
 
@@ -245,9 +245,9 @@ def test_plans_that_cannot_be_asked(fields: dict[str, object], message: str) -> 
         "num_wrong": 0,
         "seed": 1,
     }
-    Plan(**good)  # type: ignore[arg-type]
+    SuitePlan(**good)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Plan(**good | fields)  # type: ignore[arg-type]
+        SuitePlan(**good | fields)  # type: ignore[arg-type]
 
 
 def answers_of(name: str, exact: float) -> Answers:

@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamem.config_base import Advice, EffectiveWhen
 from megamem.identity import Role
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Ngrams, Scoring, Table
+from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Ngrams, Scoring, Table
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
 from megamem.placement.slots import Slot
 
@@ -168,8 +168,8 @@ class EngramConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_heads, bins=self.num_heads, learns_scores=False)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_heads, bins=self.num_heads, learns_scores=False)
 
     def plan(self, num_layers: int) -> SharingPlan:
         rows = [-(-sum(sizes) // self.rows_multiple) * self.rows_multiple for sizes in self.sizes(num_layers)]

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
+from megamem.memory_config import Backbone, LookupShape, MemoryConfig, ObservedQuantities, Scoring, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 
 
@@ -53,12 +53,12 @@ class LinearConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_heads * self.top_k)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_heads * self.top_k)
 
     @property
-    def observed(self) -> Observed:
-        return Observed(scores=True)
+    def observed(self) -> ObservedQuantities:
+        return ObservedQuantities(scores=True)
 
     def plan(self, num_layers: int) -> SharingPlan:
         return private_banks(self.num_rows, num_layers)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
+from megamem.memory_config import Backbone, LookupShape, MemoryConfig, ObservedQuantities, Scoring, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span
@@ -117,16 +117,16 @@ class MidusConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_heads * self.top_k, bins=self.num_heads)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_heads * self.top_k, bins=self.num_heads)
 
     @property
     def tensor_sizes(self) -> Mapping[str, int]:
         return {} if self.reads_whole_tokens else {"num_heads": self.num_heads}
 
     @property
-    def observed(self) -> Observed:
-        return Observed(scores=True)
+    def observed(self) -> ObservedQuantities:
+        return ObservedQuantities(scores=True)
 
     def plan(self, num_layers: int) -> SharingPlan:
         return private_banks(self.num_keys**2, num_layers)

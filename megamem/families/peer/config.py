@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megamem.memory_config import Lookup, Table
+from megamem.memory_config import LookupShape, Table
 from megamem.retrieval.config import ProductKeyConfig
 
 
@@ -25,5 +25,5 @@ class PeerConfig(ProductKeyConfig):
         return (*super().tables, Table("pre_values", self.value_dim, "value_dim", group="pre_values"))
 
     @property
-    def lookup(self) -> Lookup:
+    def lookup(self) -> LookupShape:
         return replace(super().lookup, activation="gelu")

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, Observed
+from megamem.memory_config import Backbone, LookupShape, ObservedQuantities
 from megamem.placement.sharing import SharingPlan, common_bank
 from megamem.token_tables.config import TokenTableConfig
 
@@ -33,12 +33,12 @@ class TideConfig(TokenTableConfig):
         return self.num_tables
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_tables, bins=self.num_tables, learns_scores=False)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_tables, bins=self.num_tables, learns_scores=False)
 
     @property
-    def observed(self) -> Observed:
-        return Observed(router=True)
+    def observed(self) -> ObservedQuantities:
+        return ObservedQuantities(router=True)
 
     @property
     def slot_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.store.torch_zip import open_zip
-from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
+from pretrain.checkpoint.store.torch_zip_writer import TensorPlaceholder, write_zip
 from pretrain.errors import CheckpointError
 from pretrain.printable import printable
 
@@ -67,6 +67,6 @@ class StateDictFile:
 
     def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
         """See `OutputFile`."""
-        tree = OrderedDict((name, StoredTensor(name, info)) for name, info in self.tensors.items())
+        tree = OrderedDict((name, TensorPlaceholder(name, info)) for name, info in self.tensors.items())
         # Counted in the widest elements.
         write_zip(path, tree, read, max_elements=max(1, max_piece_bytes // 8))

@@ -30,7 +30,7 @@ _HEADER_BYTES, _ZIP64_BYTES = 30, 20
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorPlaceholder:
     """Placeholder in an object for a tensor whose elements are read when they are written.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Storage:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.tensors: list[StoredTensor] = []
+        self.tensors: list[TensorPlaceholder] = []
         self._kinds = {dtype: getattr(torch, name, None) for name, dtype in STORAGES.items() if name[0] != "U"}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, StoredTensor):
+        if not isinstance(obj, TensorPlaceholder):
             return NotImplemented
         shape = obj.info.shape
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -74,7 +74,7 @@ def write_zip(path: Path, tree: Any, read: Callable[[Region], Tensor], max_eleme
 
     Args:
         path: the file, which must not exist. It is synced to disk.
-        tree: the object, with a `StoredTensor` in place of each tensor.
+        tree: the object, with a `TensorPlaceholder` in place of each tensor.
         read: gives a region of one of them, of its dtype.
         max_elements: asked for at a time.
 
@@ -105,7 +105,7 @@ def write_zip(path: Path, tree: Any, read: Callable[[Region], Tensor], max_eleme
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _any(stored: StoredTensor) -> bool:
+def _any(stored: TensorPlaceholder) -> bool:
     return stored.info.num_bytes > 0
 
 

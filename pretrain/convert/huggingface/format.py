@@ -10,7 +10,7 @@ from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.safetensors_store import open_safetensors, safetensors_files, write_index
 from pretrain.checkpoint.store.tensors import TensorReader
 from pretrain.config.schema import RunConfig
-from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.format import ConversionTarget, OpenedCheckpoint
 from pretrain.convert.huggingface.card import figures_of
 from pretrain.convert.huggingface.folder import CONFIG_FILE, exported_tensors, open_folder, write_small_files
 from pretrain.convert.huggingface.quantised import QuantisedTables
@@ -37,14 +37,14 @@ class HuggingFaceFormat:
         tensors, tokenizer = imported.tensors, imported.tokenizer
         return OpenedCheckpoint(path, self.name, tensors, named, tokenizer=tokenizer, sums=read_sums(path))
 
-    def convert(self, source: OpenedCheckpoint, target: Target) -> HuggingFaceConversion:
+    def convert(self, source: OpenedCheckpoint, target: ConversionTarget) -> HuggingFaceConversion:
         return HuggingFaceConversion(source, target)
 
 
 class HuggingFaceConversion:
     """See `Conversion`."""
 
-    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+    def __init__(self, source: OpenedCheckpoint, target: ConversionTarget) -> None:
         if source.tokenizer is None:
             raise CheckpointError(
                 f"{source.path} has no tokenizer, which a folder of Hugging Face's has: copy the run's"

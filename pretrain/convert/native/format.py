@@ -27,7 +27,7 @@ from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, par
 from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.updates import STATE_PREFIX
-from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.format import ConversionTarget, OpenedCheckpoint
 from pretrain.convert.listing import is_native, native_at
 from pretrain.convert.names import NATIVE
 from pretrain.data.manifest import open_saved_tokenizer, save_tokenizer
@@ -61,14 +61,14 @@ class NativeFormat:
             tokenizer=open_saved_tokenizer(folder.tokenizer) if folder.tokenizer.is_dir() else None,
         )
 
-    def convert(self, source: OpenedCheckpoint, target: Target) -> NativeConversion:
+    def convert(self, source: OpenedCheckpoint, target: ConversionTarget) -> NativeConversion:
         return NativeConversion(source, target)
 
 
 class NativeConversion:
     """See `Conversion`. The folder is a run's, which `megamem train` goes on with."""
 
-    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+    def __init__(self, source: OpenedCheckpoint, target: ConversionTarget) -> None:
         self._source = source
         self._config = _for_target(source.config, target)
         weights = source.weights_in(target.dtype)
@@ -110,7 +110,7 @@ class NativeConversion:
         return open_torch_dist(step_folder(RunFolder(folder).checkpoints, self._state.step))
 
 
-def _for_target(config: RunConfig, target: Target) -> RunConfig:
+def _for_target(config: RunConfig, target: ConversionTarget) -> RunConfig:
     """The configuration of a run that goes on from the conversion."""
     layout, before = target.layout, config.parallel
     parallel = replace(

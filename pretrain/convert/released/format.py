@@ -14,7 +14,7 @@ from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader
 from pretrain.checkpoint.store.tensors import TensorReader
 from pretrain.config.schema import RunConfig
-from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.format import ConversionTarget, OpenedCheckpoint
 from pretrain.convert.names import RELEASED
 from pretrain.convert.released.modules import are_modules, modules_as_ours, modules_as_released
 from pretrain.convert.released.pairs import as_ours, as_released
@@ -46,14 +46,14 @@ class ReleasedFormat:
         ours = modules_as_ours(source, config.model) if release is None else as_ours(source, config.model, release)
         return OpenedCheckpoint(path, self.name, ours, config)
 
-    def convert(self, source: OpenedCheckpoint, target: Target) -> ReleasedConversion:
+    def convert(self, source: OpenedCheckpoint, target: ConversionTarget) -> ReleasedConversion:
         return ReleasedConversion(source, target)
 
 
 class ReleasedConversion:
     """See `Conversion`."""
 
-    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+    def __init__(self, source: OpenedCheckpoint, target: ConversionTarget) -> None:
         config, weights = source.config, source.weights_in(target.dtype)
         release = _release_of(config.model)
         self.reader: TensorReader = (

@@ -12,7 +12,7 @@ from itertools import chain
 
 from kernels.common.device_bytes import ENTRIES_PER_JOINED_VECTOR, MOST_JOINED_ENTRIES
 from kernels.common.ids import bytes_per_id
-from megamem.memory_config import Lookup, MemoryConfig
+from megamem.memory_config import LookupShape, MemoryConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig
@@ -173,14 +173,14 @@ def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     return max(own, sums + _SUM * updated_elements(config, stage, division) + _PLACES * rows + sent)
 
 
-def most_joined(lookup: Lookup, num_entries: float, num_lookups: float) -> float:
+def most_joined(lookup: LookupShape, num_entries: float, num_lookups: float) -> float:
     """Lookups of a bank, of so many entries each, that can be one (`kernels.common.joined_lookups`)."""
     if not vectors_are_joined(lookup):
         return 1
     return max(1, min(num_lookups, MOST_JOINED_ENTRIES // num_entries))
 
 
-def vectors_are_joined(lookup: Lookup) -> bool:
+def vectors_are_joined(lookup: LookupShape) -> bool:
     """Tell whether as many entries share a vector as joining lookups wants."""
     return lookup.rows >= ENTRIES_PER_JOINED_VECTOR * lookup.bins
 

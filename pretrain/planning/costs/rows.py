@@ -22,7 +22,7 @@ from itertools import pairwise
 from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
-from megamem.memory_config import Lookup
+from megamem.memory_config import LookupShape
 from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
@@ -174,7 +174,7 @@ def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> floa
     return mean * next((busiest for most, busiest in BUSIEST.items() if parts <= most), max(BUSIEST.values()))
 
 
-def added_together(config: RunConfig, lookup: Lookup, num_entries: int, num_lookups: float) -> float:
+def added_together(config: RunConfig, lookup: LookupShape, num_entries: int, num_lookups: float) -> float:
     """Lookups of a bank that are added up as one.
 
     Args:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
 from pretrain.planning.dryrun.accesses import tensors_in
-from pretrain.planning.dryrun.lines import Place, calling_line
+from pretrain.planning.dryrun.lines import CallSite, calling_line
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
 
-_NOWHERE = Place("nowhere")
+_NOWHERE = CallSite("nowhere")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Collective:
     content: str = ""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     batch: int | None = None
-    line: Place = _NOWHERE
+    line: CallSite = _NOWHERE
     own: int = 0
 
     @property

@@ -20,7 +20,7 @@ _STAND_INS = (__name__.rpartition(".")[0], "parallel.cpu", "lab.stand_in")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CallSite:
     """A line that causes what is seen below PyTorch.
 
     Attributes:
@@ -40,18 +40,18 @@ class Place:
         return f"{self.line} ({self.through})" if self.through else self.line
 
 
-def calling_line() -> Place:
+def calling_line() -> CallSite:
     """The line of ours that is innermost on the stack, and the innermost one of another package further in."""
     frame, through = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_STAND_INS):
             if path := our_path(frame.f_code.co_filename):
-                return Place(f"{path}:{frame.f_lineno}", through)
+                return CallSite(f"{path}:{frame.f_lineno}", through)
             if not through and name.partition(".")[0] not in ("torch", "contextlib", "unittest"):
                 through = f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return Place("nowhere", through)
+    return CallSite("nowhere", through)
 
 
 @cache
@@ -71,9 +71,9 @@ class Lines:
     """Lines that ask for operations; in a backward pass with those of the forward operations."""
 
     def __init__(self) -> None:
-        self._of_nodes: dict[int, Place] = {}
+        self._of_nodes: dict[int, CallSite] = {}
 
-    def line(self) -> Place:
+    def line(self) -> CallSite:
         """The line that asks now; to be called for every operation."""
         line = calling_line()
         node = torch._C._current_autograd_node()

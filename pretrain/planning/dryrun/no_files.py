@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pretrain.engine.table_files import Records, TableFiles
+from pretrain.engine.table_files import FileRecords, TableFiles
 
 
 class NoFiles(TableFiles):
@@ -16,7 +16,7 @@ class NoFiles(TableFiles):
     def __init__(self) -> None:
         super().__init__(Path())
 
-    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> Records:
+    def records(self, num_rows: int, width: int, dtype: torch.dtype, num_state: int) -> FileRecords:
         """See `TableFiles.records`."""
         state = tuple(torch.zeros(num_state, num_rows))
-        return Records(torch.zeros(num_rows, width, dtype=dtype), state, np.empty(0, dtype=np.uint8))
+        return FileRecords(torch.zeros(num_rows, width, dtype=dtype), state, np.empty(0, dtype=np.uint8))

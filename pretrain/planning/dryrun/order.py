@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from pretrain.planning.dryrun.lines import Place
+from pretrain.planning.dryrun.lines import CallSite
 
 Clock: TypeAlias = dict[str, int]
 """Progress of each actor, as far as somebody knows it."""
@@ -40,7 +40,7 @@ class Access:
     actor: str
     number: int
     what: str
-    line: Place
+    line: CallSite
     writes: bool
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Race:
 
 
 @dataclass
-class Block:
+class Allocation:
     """Bytes that were allocated together.
 
     Attributes:
@@ -96,8 +96,8 @@ class StreamOrder:
         self.races: list[Race] = []
         self._clocks: dict[str, Clock] = {HOST: {}}
         # Accesses to freed memory that its owner does not know of, by owner.
-        self._unknown: dict[str, list[tuple[Block, Access]]] = {}
-        self._told: set[tuple[str, Place, str, Place]] = set()
+        self._unknown: dict[str, list[tuple[Allocation, Access]]] = {}
+        self._told: set[tuple[str, CallSite, str, CallSite]] = set()
 
     def clock(self, actor: str) -> Clock:
         """A copy of what an actor knows now: for an event, which keeps it."""
@@ -118,15 +118,15 @@ class StreamOrder:
         """All streams that were heard of, and the host."""
         return tuple(self._clocks)
 
-    def allocate(self, owner: str, num_bytes: int, line: Place) -> Block:
+    def allocate(self, owner: str, num_bytes: int, line: CallSite) -> Allocation:
         """Memory from a stream's pool, which may be any that was freed there."""
         clock, freed = self._advanced(owner), self._unknown.pop(owner, ())
         for block, access in freed:
             if not _knows(clock, access):
                 self._tell(Race(access, Access(owner, 0, "an allocation", line, writes=True), True, block.num_bytes))
-        return Block(owner, num_bytes)
+        return Allocation(owner, num_bytes)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: Allocation) -> None:
         """Give memory back to its owner's pool."""
         clock, safe = self._advanced(block.owner), {block.owner, HOST, *block.announced}
         for access in chain.from_iterable(block.parts.values()):
@@ -138,10 +138,10 @@ class StreamOrder:
         self,
         actor: str,
         what: str,
-        line: Place,
+        line: CallSite,
         *,
-        reads: Sequence[tuple[Block, int, int]] = (),
-        writes: Sequence[tuple[Block, int, int]] = (),
+        reads: Sequence[tuple[Allocation, int, int]] = (),
+        writes: Sequence[tuple[Allocation, int, int]] = (),
     ) -> None:
         """Something that an actor does, with the bytes [start, stop) of blocks that it reads and writes."""
         clock = self._advanced(actor)
@@ -160,7 +160,7 @@ class StreamOrder:
                     clock[other] = number
         return clock
 
-    def _touch(self, block: Block, part: tuple[int, int], access: Access, clock: Clock) -> None:
+    def _touch(self, block: Allocation, part: tuple[int, int], access: Access, clock: Clock) -> None:
         start, stop = part
         if start >= stop:
             return

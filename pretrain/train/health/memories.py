@@ -31,7 +31,7 @@ _ADVICE: Mapping[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class MemoryFault:
     """Fault in the memory of a block.
 
     Attributes:
@@ -58,7 +58,7 @@ def course(observed: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[int, dic
     return found
 
 
-def findings(of_blocks: Course) -> list[Finding]:
+def findings(of_blocks: Course) -> list[MemoryFault]:
     """Memories that have dropped out, by the last observed steps; none before there are `NUM_OBSERVED` of them."""
     recent = {
         block: {name: fmean(values[-NUM_OBSERVED:]) for name, values in figures.items() if len(values) >= NUM_OBSERVED}
@@ -68,19 +68,19 @@ def findings(of_blocks: Course) -> list[Finding]:
     for block, figures in recent.items():
         # Memories whose rows the token chooses have no such figure.
         if (even := figures.get("even_coverage")) is not None and figures["coverage"] < COLLAPSED * even:
-            found.append(Finding("collapsed keys", block, figures["coverage"], even))
+            found.append(MemoryFault("collapsed keys", block, figures["coverage"], even))
     outputs = {block: figures["output_std"] for block, figures in recent.items() if "output_std" in figures}
     if outputs:
         loudest = max(outputs, key=outputs.__getitem__)
         found += [
-            Finding("silent memory", block, output / outputs[loudest], loudest)
+            MemoryFault("silent memory", block, output / outputs[loudest], loudest)
             for block, output in outputs.items()
             if output < SILENT * outputs[loudest]
         ]
     return found
 
 
-def in_words(found: Sequence[Finding]) -> dict[Kind, str]:
+def in_words(found: Sequence[MemoryFault]) -> dict[Kind, str]:
     """A sentence for each kind of what was found, with its figures and what to do."""
     words: dict[Kind, str] = {}
     for kind in dict.fromkeys(finding.kind for finding in found):

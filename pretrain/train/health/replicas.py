@@ -29,7 +29,7 @@ _NAMES_IN_WORDS = 3
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A tensor of which not all replicas are equal, as one rank sees it.
 
     Attributes:
@@ -62,13 +62,13 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
-def differing_replicas(run: Run) -> tuple[Difference, ...]:
+def differing_replicas(run: Run) -> tuple[ReplicaDifference, ...]:
     """Tensors that differ, as told by every rank that holds a replica; the same on every rank. Collective.
 
     It takes a small all-reduce for each kind of replica, and one over all ranks.
     """
     run.complete_weights()
-    mine: list[Difference] = []
+    mine: list[ReplicaDifference] = []
     for group, tensors in _replicated(run):
         if group.size() == 1 or not tensors:
             continue
@@ -81,7 +81,7 @@ def differing_replicas(run: Run) -> tuple[Difference, ...]:
         differ, values = (ends[0] != ~ends[1]).tolist(), digests.tolist()
         replicas = tuple(dist.get_process_group_ranks(group))
         mine += [
-            Difference(replicas, name, run.groups.rank, socket.gethostname(), value)
+            ReplicaDifference(replicas, name, run.groups.rank, socket.gethostname(), value)
             for name, value, differs in zip(tensors, values, differ, strict=True)
             if differs
         ]
@@ -90,7 +90,7 @@ def differing_replicas(run: Run) -> tuple[Difference, ...]:
     # Host sync: as above.
     if found.item() == 0:
         return ()
-    of_all: list[list[Difference]] = [[] for _ in range(run.groups.world_size)]
+    of_all: list[list[ReplicaDifference]] = [[] for _ in range(run.groups.world_size)]
     dist.all_gather_object(of_all, mine)
     return tuple(difference for of_rank in of_all for difference in of_rank)
 
@@ -122,9 +122,9 @@ def _replicated(run: Run) -> Iterator[tuple[dist.ProcessGroup, dict[str, Tensor]
     yield megatron.expt_dp, split
 
 
-def in_words(found: tuple[Difference, ...]) -> str:
+def in_words(found: tuple[ReplicaDifference, ...]) -> str:
     """Names of the tensors that differ, and their ranks: those in the minority, or all where there is none."""
-    tensors: dict[tuple[str, tuple[int, ...]], list[Difference]] = {}
+    tensors: dict[tuple[str, tuple[int, ...]], list[ReplicaDifference]] = {}
     for difference in found:
         tensors.setdefault((difference.name, difference.replicas), []).append(difference)
     texts = []

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Table
+from megamem.memory_config import LookupShape, MemoryConfig, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import Slot
 
@@ -35,8 +35,8 @@ class BehindHeadsConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(1)
+    def lookup(self) -> LookupShape:
+        return LookupShape(1)
 
     def plan(self, num_layers: int) -> SharingPlan:
         return private_banks(self.num_rows, num_layers)

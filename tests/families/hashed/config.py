@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Table
+from megamem.memory_config import LookupShape, MemoryConfig, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 
 
@@ -31,8 +31,8 @@ class HashedConfig(MemoryConfig):
         return (Table("values", self.value_dim, "value_dim"),)
 
     @property
-    def lookup(self) -> Lookup:
-        return Lookup(self.num_hashes)
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.num_hashes)
 
     def plan(self, num_layers: int) -> SharingPlan:
         return private_banks(self.num_rows, num_layers)

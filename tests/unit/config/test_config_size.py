@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
-from pretrain.config.size import LEAST, MOST, Given, Shape, Size, run_of, shape_of
+from pretrain.config.size import LEAST, MOST, BackboneShape, Given, Size, run_of, shape_of
 from pretrain.config.sized import FOLLOWING_KEYS
 from pretrain.config.stages import load_config, load_stages, read_run
 from pretrain.config.validate import validate
@@ -125,7 +125,7 @@ def test_published_models_have_such_shapes() -> None:
 def test_the_rate_is_about_the_one_that_was_searched_on_a_small_model() -> None:
     """docs/model.md: 128 steps of 16 sequences of 256 tokens; of 0.004, 0.008 and 0.016 the second was best."""
     dense = load_config(REPOSITORY / "lab" / "configs" / "compare" / "dense.yaml").model
-    shape = Shape(4, 128, 4, dense.query_groups, 32, dense.ffn_hidden_size)
+    shape = BackboneShape(4, 128, 4, dense.query_groups, 32, dense.ffn_hidden_size)
     assert shape.parameters == pytest.approx(count_parameters(dense).core, rel=0.01)
     # Twenty tokens per parameter would be 28 times as many.
     tokens = 128 * 16 * 256

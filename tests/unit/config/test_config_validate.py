@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megamem.placement.block_plan import Unit
+from megamem.placement.block_plan import UncutBlocks
 from pretrain.config.layout_rules import nearest_pipelines
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
@@ -407,7 +407,7 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_suggested_layouts_work(num_layers: int, group: int) -> None:
     layouts = nearest_pipelines(
         num_layers,
-        [Unit(first, first + group - 1, "group") for first in range(0, num_layers, group)],
+        [UncutBlocks(first, first + group - 1, "group") for first in range(0, num_layers, group)],
         pipeline=5,
         virtual=2,
     )

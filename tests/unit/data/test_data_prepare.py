@@ -30,7 +30,7 @@ from pretrain.data.hold_out import held_out_score
 from pretrain.data.indexed_files import IndexedWriter
 from pretrain.data.manifest import Manifest, open_dataset
 from pretrain.data.prepare import prepare
-from pretrain.data.sources import BadDocumentLog, Record
+from pretrain.data.sources import BadDocumentLog, SourceRecord
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
@@ -480,7 +480,7 @@ def test_tokenizer_that_exceeds_its_vocabulary_names_the_document(tmp_path: Path
 def test_death_of_a_worker_is_noticed(tmp_path: Path):
     (file,) = list_files([str(corpus(tmp_path / "a.jsonl"))])
     # More than pipes hold: some are on their way when the worker dies.
-    records = [Record(file, row, b"x" * 600_000, 1) for row in range(1, 21)]
+    records = [SourceRecord(file, row, b"x" * 600_000, 1) for row in range(1, 21)]
     # A loader of another test may wait for its garbage collection.
     before = set(multiprocessing.active_children())
     with pytest.raises(DataError, match=r"process died at .*a\.jsonl, line 1 .*fewer --workers"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm.first_failure import failed_node, first_failure
-from slurm.records import AttemptFolder, Failure
+from slurm.records import AttemptFolder, FirstFailure
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer."
 # As srun 22.05 has said them.
@@ -37,10 +37,10 @@ srun: error: n1: task 0: Terminated
     ("failure", "last_words", "srun", "expected"),
     [
         # The survivor recorded that it lost its peer, which could not record anything.
-        (Failure(0, "n1", 1), RESET, KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
+        (FirstFailure(0, "n1", 1), RESET, KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
         # NCCL's and the store's words of the same.
         *(
-            (Failure(0, "n1", 1), words, SURVIVOR_FIRST, "rank 1 on n2 was killed")
+            (FirstFailure(0, "n1", 1), words, SURVIVOR_FIRST, "rank 1 on n2 was killed")
             for words in (
                 "socketProgress: Connection closed by remote peer n2<35452>",
                 "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
@@ -48,7 +48,7 @@ srun: error: n1: task 0: Terminated
             )
         ),
         # Also where its words are of another kind.
-        (Failure(0, "n1", 1), "ValueError: 3", KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
+        (FirstFailure(0, "n1", 1), "ValueError: 3", KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
         (None, "", KILLED_FIRST.replace("Killed", "Out Of Memory"), "rank 1 on n2 was killed (srun: Out Of Memory)"),
         (
             None,
@@ -57,18 +57,23 @@ srun: error: n1: task 0: Terminated
             "rank 5 on n3 was killed (srun: Segmentation fault (core dumped))",
         ),
         # Under a container's shell, say: it gives the signal as a code.
-        (Failure(0, "n1", 1), RESET, "srun: error: n2: task 1: Exited with exit code 137\n", "rank 1 on n2 ended with"),
+        (
+            FirstFailure(0, "n1", 1),
+            RESET,
+            "srun: error: n2: task 1: Exited with exit code 137\n",
+            "rank 1 on n2 ended with",
+        ),
         # srun ends the others when the first one is gone.
-        (Failure(2, "n2", 4), "no space", RAISED_FIRST, "rank 2 on n2 ended with exit code 4: no space"),
+        (FirstFailure(2, "n2", 4), "no space", RAISED_FIRST, "rank 2 on n2 ended with exit code 4: no space"),
         # NCCL's watchdog aborts ranks whose peer is the cause.
         (
-            Failure(1, "n2", 1),
+            FirstFailure(1, "n2", 1),
             "ValueError: 3",
             "srun: error: n1: task 0: Aborted\n",
             "rank 1 on n2 ended with exit code 1: ",
         ),
         (
-            Failure(0, "n1", 1),
+            FirstFailure(0, "n1", 1),
             RESET,
             "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Terminated\n",
             "rank 0 on n1 lost its connection to a rank that left no word",
@@ -77,7 +82,7 @@ srun: error: n1: task 0: Terminated
     ],
 )
 def test_the_first_failure_is_named(
-    tmp_path: Path, failure: Failure | None, last_words: str, srun: str, expected: str
+    tmp_path: Path, failure: FirstFailure | None, last_words: str, srun: str, expected: str
 ) -> None:
     folder = AttemptFolder(tmp_path)
     (tmp_path / "srun.log").write_text(srun)

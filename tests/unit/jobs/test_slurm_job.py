@@ -16,7 +16,7 @@ from slurm.job import JobNow, begin, end, goes_on_in_place, seconds, usable_node
 from slurm.lead import lead_seconds
 from slurm.policy import Action, Cause
 from slurm.profile import ClusterConfig, RetryConfig
-from slurm.records import Failure, JobsFolder, Submission
+from slurm.records import FirstFailure, JobsFolder, Submission
 from tools.job import main
 
 PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/",), runs_path="/runs", lead_s=100)
@@ -95,9 +95,9 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
     ("failure", "srun", "standing", "cause", "action"),
     [
         (None, 0, "RUNNING None 1 1:00:00", Cause.FINISHED, Action.DONE),
-        (Failure(3, "n2", 3), 137, "RUNNING None 1 1:00:00", Cause.MISTAKE, Action.STOP),
-        (Failure(3, "n2", 1), 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
-        (Failure(3, "n2", 17), 17, "RUNNING None 1 1:00:00", Cause.BAD_NODES, Action.REQUEUE),
+        (FirstFailure(3, "n2", 3), 137, "RUNNING None 1 1:00:00", Cause.MISTAKE, Action.STOP),
+        (FirstFailure(3, "n2", 1), 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
+        (FirstFailure(3, "n2", 17), 17, "RUNNING None 1 1:00:00", Cause.BAD_NODES, Action.REQUEUE),
         (None, 1, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
         # From srun itself, 2 says nothing about the configuration.
         (None, 2, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
@@ -113,13 +113,13 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
     ],
 )
 def test_how_an_attempt_ended(
-    jobs: JobsFolder, failure: Failure | None, srun: int, standing: str, cause: Cause, action: Action
+    jobs: JobsFolder, failure: FirstFailure | None, srun: int, standing: str, cause: Cause, action: Action
 ) -> None:
     folder = start(jobs).folder
     if failure is not None:
         folder.tell_failure(failure)
         # An echo.
-        folder.tell_failure(Failure(0, "n1", 1))
+        folder.tell_failure(FirstFailure(0, "n1", 1))
         folder.log_of(3).write_text("step 5\nmegamem: error: no such data\nrank 3 ends\n")
     elif srun > 128:
         folder.log_of(0).touch()
@@ -143,7 +143,7 @@ def test_ranks_of_which_one_began_have_crashed_and_nobody_knows_where(jobs: Jobs
 
 def test_a_rank_that_was_killed_is_blamed_and_not_who_missed_it(jobs: JobsFolder) -> None:
     folder = start(jobs).folder
-    folder.tell_failure(Failure(0, "n1", 1))
+    folder.tell_failure(FirstFailure(0, "n1", 1))
     folder.log_of(0).write_text("RuntimeError: Connection reset by peer\n")
     (folder.path / "srun.log").write_text("srun: error: n2: task 1: Killed\n")
     decision = end(jobs, folder, 137, asked_to_stop=False, job=RUNNING)

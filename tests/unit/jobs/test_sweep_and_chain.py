@@ -20,12 +20,12 @@ from slurm import queue
 from slurm.commands import JobState, SlurmError
 from slurm.job import begin
 from slurm.profile import ClusterConfig
-from slurm.queue import Job, job_of_run, queue_array, queue_chain
+from slurm.queue import QueuedJob, job_of_run, queue_array, queue_chain
 from slurm.records import JobsFolder, jobs_folders, submitted_last
 from tools import cli
 from tools.job import main
 from tools.submit import asked_for, links_of
-from tools.sweep import Axis, axis, grid
+from tools.sweep import SweepAxis, axis, grid
 
 PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/",), runs_path="/runs", nodes=2, lead_s=100)
 STAGED = """\
@@ -45,7 +45,7 @@ def stages(tmp_path: Path) -> tuple[RunConfig, ...]:
 
 
 @pytest.fixture
-def links(tmp_path: Path, stages: tuple[RunConfig, ...]) -> list[Job]:
+def links(tmp_path: Path, stages: tuple[RunConfig, ...]) -> list[QueuedJob]:
     return links_of(stages, RunFolder(tmp_path / "run"), PROFILE, "here", ["decay=4", "2"], ["decay=2:00:00"])
 
 
@@ -61,7 +61,7 @@ def test_a_sweep_is_every_combination() -> None:
         f"lr={lr}-top_k=8-datasets={path}" for lr in ("1e-3", "2e-3") for path in ("_path_a_weight_1_", "_")
     ]
     assert points[3].overrides == ("optimizer.lr=2e-3", "model.memory.top_k=8", "data.datasets=[]")
-    both = grid([Axis("train.a", ("1",)), Axis("model.a", ("1",))])
+    both = grid([SweepAxis("train.a", ("1",)), SweepAxis("model.a", ("1",))])
     assert both[0].name == "train.a=1-model.a=1"
 
 
@@ -78,7 +78,7 @@ def test_runs_that_cannot_be_told_apart() -> None:
         grid([axis("path=a/b,a:b")])
 
 
-def test_links_have_their_own_nodes_and_records(tmp_path: Path, links: list[Job]) -> None:
+def test_links_have_their_own_nodes_and_records(tmp_path: Path, links: list[QueuedJob]) -> None:
     assert [(link.submission.stage, link.profile.nodes, link.profile.time) for link in links] == [
         ("warm", 2, PROFILE.time),
         ("decay", 4, "2:00:00"),
@@ -112,7 +112,7 @@ def slurm_that_refuses(monkeypatch: pytest.MonkeyPatch, *, after: int) -> list[s
     return asked
 
 
-def test_a_chain_is_queued_as_a_whole_or_not_at_all(links: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_is_queued_as_a_whole_or_not_at_all(links: list[QueuedJob], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = slurm_that_refuses(monkeypatch, after=1)
     with pytest.raises(SlurmError):
         queue_chain(links)
@@ -129,7 +129,7 @@ def test_a_chain_is_queued_as_a_whole_or_not_at_all(links: list[Job], monkeypatc
 
 
 def test_a_link_begins_when_it_is_its_turn(
-    links: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    links: list[QueuedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for link in links:
         queue.write(link)
@@ -148,7 +148,7 @@ def test_a_link_begins_when_it_is_its_turn(
 
 
 def test_a_link_that_queues_itself_anew_tells_who_waits_for_it(
-    links: list[Job], capsys: pytest.CaptureFixture[str]
+    links: list[QueuedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for link, job in zip(links, ("10", "11"), strict=True):
         queue.write(link)
@@ -213,7 +213,7 @@ def test_what_to_type_holds_a_folder_with_spaces(tmp_path: Path, monkeypatch: py
         queue.check_free([records])
 
 
-def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -> None:
+def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[QueuedJob]) -> None:
     run = links[0].records.run
     with (
         queue.submitting(run),
@@ -239,7 +239,7 @@ def test_one_of_two_sweeps_at_once_is_told_of_the_other(tmp_path: Path, monkeypa
     assert cli.main(words) == 0
 
 
-def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
+def test_scripts_and_profiles_are_their_owner_s(links: list[QueuedJob]) -> None:
     records = links[0].records
     records.path.mkdir(parents=True)
     # The file is of a version that was more open.
@@ -248,7 +248,7 @@ def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
     assert [path.stat().st_mode & 0o777 for path in (records.script, records.profile)] == [0o700, 0o600]
 
 
-def test_the_stages_of_a_link_are_written_whole(links: list[Job], stages: tuple[RunConfig, ...]) -> None:
+def test_the_stages_of_a_link_are_written_whole(links: list[QueuedJob], stages: tuple[RunConfig, ...]) -> None:
     queue.write(links[1])
     records = links[1].records
     assert records.config.read_text() == dump_yaml(to_entries(stages))
