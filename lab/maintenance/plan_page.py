@@ -17,7 +17,7 @@ from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended, too_large
 from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart
-from pretrain.planning.costs.stages import Division
+from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
 from pretrain.planning.costs.twins import dense_twin
 

@@ -36,7 +36,7 @@ from pretrain.engine.build import build_chunks
 from pretrain.engine.muon import units_of
 from pretrain.engine.update_rules import ReplicaRanges
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.pipeline_stages import stages_of
 
 HIDDEN, EPSILON = 16, 0.25
 DENSE = RunConfig(

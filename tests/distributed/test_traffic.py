@@ -26,7 +26,7 @@ from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
 from pretrain.engine.pipeline_copies import sum_over_stages
-from pretrain.planning.costs.stages import Division, stages_of
+from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.traffic import (
     LookupTraffic,
     attention_bytes,

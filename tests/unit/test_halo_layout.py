@@ -12,7 +12,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.layout import halo_requests, halo_tokens_returned, halo_tokens_sent, stretches
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.pipeline_stages import stages_of
 from pretrain.planning.costs.traffic import halo_bytes
 
 

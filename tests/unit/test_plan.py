@@ -36,7 +36,7 @@ from pretrain.planning.costs.layouts import (
     too_large,
 )
 from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.stages import Division
+from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
 from pretrain.planning.costs.twins import dense_twin
 from tools import cli

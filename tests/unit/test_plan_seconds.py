@@ -15,6 +15,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
 from pretrain.planning.costs.read_rows import replica_bytes
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
 from pretrain.planning.costs.rows import (
@@ -25,7 +26,6 @@ from pretrain.planning.costs.rows import (
     moved_bytes,
     row_seconds,
 )
-from pretrain.planning.costs.stages import Division, Stage, stages_of
 from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables

@@ -18,8 +18,8 @@ from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.launches import LAUNCHES_ADDITION, launches_of
+from pretrain.planning.costs.pipeline_stages import stages_of
 from pretrain.planning.costs.read_rows import scaled_bytes
-from pretrain.planning.costs.stages import stages_of
 from pretrain.planning.costs.step import table_step_bytes
 from tests.deadline import launch_within
 

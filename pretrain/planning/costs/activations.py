@@ -19,8 +19,8 @@ from pretrain.planning.costs.block_passing import Passing, block_passing
 from pretrain.planning.costs.branch import kept_around_branch
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
+from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_read_rows
-from pretrain.planning.costs.stages import Division, Stage
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:

@@ -14,8 +14,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_kept
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
+from pretrain.planning.costs.pipeline_stages import Blocks, FamilyInStage, Stage
 from pretrain.planning.costs.read_rows import vectors_are_joined
-from pretrain.planning.costs.stages import Blocks, FamilyInStage, Stage
 
 
 def block_kept(

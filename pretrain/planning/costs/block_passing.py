@@ -10,7 +10,7 @@ from pretrain.planning.costs.attention import attention_backward
 from pretrain.planning.costs.block_kept import id_bytes
 from pretrain.planning.costs.experts import experts_backward
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
-from pretrain.planning.costs.stages import FamilyInStage, Stage
+from pretrain.planning.costs.pipeline_stages import FamilyInStage, Stage
 
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""

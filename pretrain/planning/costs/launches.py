@@ -5,9 +5,9 @@ from __future__ import annotations
 from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.pipeline_stages import Blocks, Stage
 from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.costs.rows import num_additions
-from pretrain.planning.costs.stages import Blocks, Stage
 
 LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""

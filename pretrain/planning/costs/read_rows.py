@@ -17,7 +17,7 @@ from parallel.layout import coefficients_per_rank
 from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files, keeps_rows
-from pretrain.planning.costs.stages import Division, FamilyInStage, Stage
+from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
 
 _SUM = 4
 WINDOW_ELEMENTS = 1 << 25

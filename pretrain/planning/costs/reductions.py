@@ -19,8 +19,8 @@ from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.read_rows import has_read_rows
-from pretrain.planning.costs.stages import Division, Stage
 from pretrain.planning.costs.weights import trained_dense
 
 

@@ -7,7 +7,7 @@ from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.stages import stages_of
+from pretrain.planning.costs.pipeline_stages import stages_of
 
 
 def dense_state(config: RunConfig) -> float:

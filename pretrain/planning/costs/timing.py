@@ -33,11 +33,11 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
+from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
-from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.traffic import (
     WayBytes,
