@@ -18,7 +18,7 @@ def _settle_process() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    from parallel.devices import keep_cuda_out_of_this_process
+    from parallel.machine.devices import keep_cuda_out_of_this_process
 
     # Ranks are forked from this process.
     keep_cuda_out_of_this_process()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 
 NAME_LETTERS, VALUE_LETTERS = 4, 2
 FACT_LETTERS = NAME_LETTERS + VALUE_LETTERS

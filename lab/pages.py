@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.refusals import check_can_write
+from parallel.machine.refusals import check_can_write
 from pretrain.errors import ConfigError
 
 _LINE = 120

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from parallel.cpu import cuda_on_cpu, one_group_per_ranks
-from parallel.devices import gpu_of
-from parallel.failure_watch import failures_shared
-from parallel.ranks import RankEnvironment, said_by_variables_alone
+from parallel.machine.cpu import cuda_on_cpu, one_group_per_ranks
+from parallel.machine.devices import gpu_of
+from parallel.processes.failure_watch import failures_shared
+from parallel.processes.ranks import RankEnvironment, said_by_variables_alone
 
 _FIRST = ("tp", "cp", "dp_cp", "ep_dp")
 """Megatron's names of groups whose collectives run beside products: tensor, context, and both kinds of replicas.
@@ -127,7 +127,7 @@ def parallel_context(
     """Join the world, build the groups, and leave in order.
 
     On a GPU machine this is NCCL on the device of `ranks.local_rank`; elsewhere gloo under
-    `parallel.cpu.cuda_on_cpu`. CUDA's environment variables must be settled (`parallel.environment`).
+    `parallel.machine.cpu.cuda_on_cpu`. CUDA's environment variables must be settled (`parallel.machine.environment`).
 
     Args:
         sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.

@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 
-from parallel.peer_errors import says_peer_is_gone
+from parallel.processes.peer_errors import says_peer_is_gone
 from slurm.records import AttemptFolder, FirstFailure
 
 _TASKS = re.compile(r"^srun: error: (?P<node>[^:\s]+): tasks? (?P<rank>\d+)[\d,-]*: (?P<how>.+)$", re.MULTILINE)

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.devices import gpu_of, num_visible_gpus
-from parallel.ranks import RankEnvironment
+from parallel.machine.devices import gpu_of, num_visible_gpus
+from parallel.processes.ranks import RankEnvironment
 from slurm.profile import ClusterConfig, NodeCheckConfig
 from slurm.rendezvous import MeetingPoint
 from slurm.snapshot import code_hash

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from parallel.environment import settle_environment
+from parallel.machine.environment import settle_environment
 from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
 from slurm.profile import ClusterConfig

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel.launch import LaunchError, launch_ranks
-from parallel.ranks import current_ranks
+from parallel.processes.launch import LaunchError, launch_ranks
+from parallel.processes.ranks import current_ranks
 from tests.patience import patience
 
 T = TypeVar("T")

@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         early, 130 interrupted, 1 a defect.
     """
     # Imported when `megamem.start` has put our packages first.
-    from parallel.devices import keep_cuda_out_of_this_process
-    from parallel.refusals import refusal
+    from parallel.machine.devices import keep_cuda_out_of_this_process
+    from parallel.machine.refusals import refusal
     from pretrain.errors import UserError
     from pretrain.quiet import quiet_engine
     from tools.ranks import end_ranks_that_wait
@@ -174,7 +174,7 @@ def _reader_went_away() -> bool:
 
 def _leave_what_stdout_refuses() -> None:
     """Python writes what is left once more at exit, and would complain about it."""
-    from parallel.refusals import stdout_refuses
+    from parallel.machine.refusals import stdout_refuses
 
     if sys.stdout is not None and stdout_refuses():
         nowhere = os.open(os.devnull, os.O_WRONLY)

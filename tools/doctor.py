@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 
 from kernels.implementations import compiler, unavailable
 from kernels.processor import multiplies_bf16
-from parallel.devices import num_visible_gpus, why_gpus_are_unusable
-from parallel.environment import local_cache_folder
+from parallel.machine.devices import num_visible_gpus, why_gpus_are_unusable
+from parallel.machine.environment import local_cache_folder
 from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
 from pretrain.run.folder import RunFolder, default_run_folder

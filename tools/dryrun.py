@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from parallel.devices import hide_gpus
+from parallel.machine.devices import hide_gpus
 from pretrain.config.stages import load_stage
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import validate

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel.devices import num_visible_gpus
+from parallel.machine.devices import num_visible_gpus
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout

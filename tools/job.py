@@ -10,9 +10,9 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from parallel.atomic_write import atomic_write
-from parallel.devices import hide_gpus
-from parallel.ranks import RankEnvironment, current_ranks
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.devices import hide_gpus
+from parallel.processes.ranks import RankEnvironment, current_ranks
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.stop import StopRequest
 from slurm.job import JobNow, begin, end, goes_on_in_place

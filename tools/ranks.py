@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.devices import hide_gpus, num_visible_gpus, unseen_gpus
-from parallel.ranks import current_ranks, said_by_variables_alone
+from parallel.machine.devices import hide_gpus, num_visible_gpus, unseen_gpus
+from parallel.processes.ranks import current_ranks, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.run.started_ranks import started_ranks
 from tools.words import ending
@@ -100,7 +100,7 @@ def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
     except ValueError:
         return
     if ranks is not None:
-        from parallel.failure_watch import tell_who_waits
+        from parallel.processes.failure_watch import tell_who_waits
 
         sys.stderr.flush()
         tell_who_waits(ranks, error)
@@ -132,7 +132,7 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
         _import_engine()
         main()
         return 0
-    from parallel.launch import LaunchError, launch_ranks
+    from parallel.processes.launch import LaunchError, launch_ranks
 
     import_engine()
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from parallel.refusals import in_words
+from parallel.machine.refusals import in_words
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import yaml
 
-from parallel.refusals import in_words as error_in_words
+from parallel.machine.refusals import in_words as error_in_words
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.printable import printable

@@ -12,7 +12,7 @@ from typing import Any
 
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
-from parallel.refusals import check_can_write, in_words
+from parallel.machine.refusals import check_can_write, in_words
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.atomic_write import atomic_write
-from parallel.devices import num_visible_gpus
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.devices import num_visible_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.source import dump_yaml
@@ -221,7 +221,7 @@ def described_gpu(device: torch.device) -> str:
     """A rank's GPU, its memory, and how it reaches the others of its machine."""
     import torch
 
-    from parallel.devices import gpu_links
+    from parallel.machine.devices import gpu_links
 
     properties = torch.cuda.get_device_properties(device)
     links = gpu_links()

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.atomic_write import atomic_write
-from parallel.refusals import check_can_write
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.convert.names import NATIVE

@@ -23,8 +23,8 @@ from lab.bench.arguments import (
 from lab.bench.files_command import add_files_parser
 from lab.bench.generation_command import add_generation_parsers
 from lab.bench.updates_command import add_updates_parser
-from parallel.devices import num_visible_gpus
-from parallel.refusals import check_can_write
+from parallel.machine.devices import num_visible_gpus
+from parallel.machine.refusals import check_can_write
 from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.stages import load_stage

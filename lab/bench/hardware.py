@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from kernels.select import select_kernels
 from lab.bench.step import known_peak
-from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
+from parallel.machine.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.run.preflight import machine_memory_bytes

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 from lab.bench.step_profile import StepTimes, measure_turns, turns
-from parallel.devices import hide_gpus
+from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.planning.costs.formulas import count_parameters

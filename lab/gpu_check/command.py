@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.devices import num_visible_gpus
-from parallel.refusals import check_can_write
+from parallel.machine.devices import num_visible_gpus
+from parallel.machine.refusals import check_can_write
 from pretrain.config.loader import to_yaml
 from pretrain.errors import ConfigError, UserError
 from tools.metrics import read_metrics
@@ -129,7 +129,7 @@ class Check:
 
     def _guarded(self, name: str, check: Callable[[], Verdict]) -> Verdict:
         from lab.gpu_check.judge import Verdict
-        from parallel.launch import RanksInterrupted
+        from parallel.processes.launch import RanksInterrupted
 
         if time.monotonic() > self._deadline:
             return Verdict(name, "skipped", "no time was left: --minutes gives more")
@@ -149,7 +149,7 @@ class Check:
     def _try(self, trial: ShortTraining) -> Verdict:
         from lab.gpu_check.judge import Verdict, judge
         from lab.gpu_check.trial import run_on_cpu, run_trial
-        from parallel.launch import launch_ranks
+        from parallel.processes.launch import launch_ranks
 
         if trial.num_ranks > self._num_gpus:
             return Verdict(trial.name, "skipped", f"needs {trial.num_ranks} GPUs")
@@ -218,7 +218,7 @@ class Check:
 
     def _write(self) -> None:
         from lab.gpu_check.page import page
-        from parallel.atomic_write import atomic_write
+        from parallel.machine.atomic_write import atomic_write
 
         minutes = (time.monotonic() - self._started) / 60
         with atomic_write(self._output) as stream:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kernels.processor import processor_name
 from lab.gpu_check.judge import Verdict
-from parallel.devices import gpu_links, gpu_names
+from parallel.machine.devices import gpu_links, gpu_names
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "deepspeed", "numpy")
 

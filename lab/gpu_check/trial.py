@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-from parallel.devices import hide_gpus
 from parallel.groups import ParallelGroups
+from parallel.machine.devices import hide_gpus
 from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megamem import start
 from megamem.config import ModelConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
-from parallel.devices import hide_gpus
+from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
 from pretrain.config.updates import keeps_rows

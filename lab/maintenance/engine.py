@@ -7,7 +7,7 @@ line for each
 - class, function or module that is imported,
 - method of Megatron's that a class of ours replaces: its signature, and a hash of its code, which says whether it should
   be read again,
-- function that `parallel.cpu` replaces where there is no GPU.
+- function that `parallel.machine.cpu` replaces where there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from parallel.cpu import REDIRECTIONS
+from parallel.machine.cpu import REDIRECTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = REPOSITORY / "lab" / "tests" / "unit" / "engine"

@@ -22,8 +22,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from megamem.config_base import Config, field_specs
-from parallel.devices import hide_gpus
-from parallel.launch import launch_ranks
+from parallel.machine.devices import hide_gpus
+from parallel.processes.launch import launch_ranks
 from pretrain.config.bases import read_with_bases
 from pretrain.config.source import Node, apply_overrides, dump_yaml, to_plain
 from pretrain.config.stages import read_run

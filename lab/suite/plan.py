@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.suite.tasks import TASKS
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from parallel.atomic_write import sync
+from parallel.machine.atomic_write import sync
 from pretrain.checkpoint.hashes import RecordedFile, record
 from pretrain.checkpoint.taken_names import refuse_if_taken
 from pretrain.errors import CheckpointError

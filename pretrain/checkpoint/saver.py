@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.refusals import in_words
+from parallel.machine.refusals import in_words
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
 from pretrain.checkpoint.index import INDEX_FILE

@@ -10,7 +10,7 @@ from pretrain.config.schema import RunConfig
 
 
 class Queues(TypedDict):
-    """Arguments of `parallel.environment.settle_environment` that follow from layouts."""
+    """Arguments of `parallel.machine.environment.settle_environment` that follow from layouts."""
 
     tensor: int
     context: int

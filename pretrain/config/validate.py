@@ -9,7 +9,7 @@ from operator import attrgetter
 from kernels.implementations import unavailable
 from megamem.families.registry import FAMILIES
 from megamem.placement.block_plan import count_blocks
-from parallel.devices import num_visible_gpus
+from parallel.machine.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
 from pretrain.config.graphs import graph_problems
 from pretrain.config.layout_rules import column_parts_text, layout_problems

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.atomic_write import sync
-from parallel.refusals import in_words
+from parallel.machine.atomic_write import sync
+from parallel.machine.refusals import in_words
 from pretrain.checkpoint.folder import STATE_FILE
 from pretrain.checkpoint.newest import damaged_files, naming_older_ones, refuse_damage
 from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_files

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from parallel.atomic_write import atomic_write
-from parallel.refusals import check_can_write, in_words
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write, in_words
 from pretrain.errors import DataError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.data.computed import ComputedBlend
 from pretrain.data.index_files import Array, open_index
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.atomic_write import atomic_write
-from parallel.refusals import check_can_write, in_words
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write, in_words
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 

@@ -26,9 +26,9 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from megamem.attention.documents import document_positions
-from parallel.atomic_write import atomic_write
-from parallel.ranks import current_ranks
-from parallel.turns import in_turns
+from parallel.machine.atomic_write import atomic_write
+from parallel.processes.ranks import current_ranks
+from parallel.processes.turns import in_turns
 from pretrain.config.schema import DatasetEntry, Shuffle
 from pretrain.data.blend import MOST_DOCUMENTS, check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.errors import DataError
 
 Array = NDArray[Any]

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
-from parallel.parent_death import signal_on_parent_death
-from parallel.stop_signals import STOP_SIGNALS
+from parallel.processes.parent_death import signal_on_parent_death
+from parallel.processes.stop_signals import STOP_SIGNALS
 from pretrain.errors import DataError
 
 Sample = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near, cut
 from pretrain.data.conversations import ConversationReader, MessagesField
 from pretrain.data.files import SourceFile, list_files

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.atomic_write import atomic_write
-from parallel.refusals import check_can_write
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write
 from pretrain.errors import DataError
 
 _MOST_ROUNDS = 100

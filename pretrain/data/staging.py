@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel.atomic_write import sync
-from parallel.refusals import in_words
+from parallel.machine.atomic_write import sync
+from parallel.machine.refusals import in_words
 from pretrain.errors import DataError
 
 LOCK_FILE = ".lock"

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.atomic_write import atomic_write
-from parallel.refusals import check_can_write, in_words
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write, in_words
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.chat_template import ChatTemplate
 from pretrain.data.named_end import named_end

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel.parent_death import signal_on_parent_death
+from parallel.processes.parent_death import signal_on_parent_death
 from pretrain.data.boundaries import cut
 from pretrain.data.conversations import ConversationReader, MarkedText
 from pretrain.data.indexed_files import Document

@@ -9,12 +9,12 @@ import torch
 
 from kernels.processor import multiplies_bf16
 from megamem.attention.backends import NoFusedAttentionError, fused_attention
-from parallel.cpu_products import products_in_fp32
-from parallel.determinism import deterministic_algorithms
-from parallel.devices import why_gpus_are_unusable
-from parallel.environment import settle_environment
 from parallel.groups import ParallelGroups, close_groups, initialise_groups, meeting, parallel_context
-from parallel.ranks import current_ranks
+from parallel.machine.cpu_products import products_in_fp32
+from parallel.machine.determinism import deterministic_algorithms
+from parallel.machine.devices import why_gpus_are_unusable
+from parallel.machine.environment import settle_environment
+from parallel.processes.ranks import current_ranks
 from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import parallel_sizes
@@ -30,13 +30,15 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
         later: configurations that may take its place (`relaid`).
 
     Raises:
-        RuntimeError: nobody has started ranks (see `parallel.launch`).
+        RuntimeError: nobody has started ranks (see `parallel.processes.launch`).
         ConfigError: there are GPUs, and they cannot be used.
     """
     layout, deterministic = config.parallel, config.train.deterministic
     ranks = current_ranks()
     if ranks is None:
-        raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
+        raise RuntimeError(
+            "this process is not a rank: start it with torchrun, srun or parallel.processes.launch.launch_ranks"
+        )
     # Before anybody asks for the GPU, which is next.
     settle_environment(**queues_of((config, *later)), deterministic=deterministic)
     with ExitStack() as stack:

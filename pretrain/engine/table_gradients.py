@@ -17,7 +17,7 @@ from kernels.common.gradient_stream import GradientStream
 from kernels.common.main_grad import wait_for_last_lookup
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from parallel.multiprocessors import context_of_share
+from parallel.machine.multiprocessors import context_of_share
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.engine.bf16_gradients import Bf16Part

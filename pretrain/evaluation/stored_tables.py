@@ -24,7 +24,7 @@ from megamem.token_tables.codec import FactoredRows, RowBlocks, RowCodec, make_c
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows
 from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
-from parallel.atomic_write import sync
+from parallel.machine.atomic_write import sync
 from pretrain.checkpoint.folder import STATE_FILE
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.config.schema import RunConfig

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from parallel.refusals import missing_target
+from parallel.machine.refusals import missing_target
 from pretrain.errors import ConfigError
 
 

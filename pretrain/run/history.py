@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import BinaryIO, TypeAlias
 
-from parallel.refusals import naming
+from parallel.machine.refusals import naming
 from pretrain.run.folder import RunFolder
 from pretrain.run.rows import note_bad_row, numbered_rows
 

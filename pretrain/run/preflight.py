@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megamem.config import ModelConfig
-from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
+from parallel.machine.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
 from pretrain.checkpoint.folder import SavedState, newest_readable, refuse_taken_names
 from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megamem.identity import Role
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.checkpoint.folder import SavedState, list_checkpoints, read_state, step_folder, step_named
 from pretrain.checkpoint.newest import damaged_files, newest_complete, no_damage, refuse_damage, the_newest
 from pretrain.checkpoint.safe_metadata import files_with_weights

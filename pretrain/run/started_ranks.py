@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel.ranks import RankEnvironment, current_ranks
+from parallel.processes.ranks import RankEnvironment, current_ranks
 from pretrain.errors import ConfigError
 
 

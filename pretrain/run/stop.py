@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from parallel.stop_signals import STOP_SIGNALS
+from parallel.processes.stop_signals import STOP_SIGNALS
 
 
 class StopRequest:

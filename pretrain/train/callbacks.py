@@ -19,8 +19,8 @@ from typing import Any
 
 from megamem.placement.block_plan import paired_in_attention
 from megamem.usage import UsageCollector
-from parallel.atomic_write import atomic_write
-from parallel.refusals import naming
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import naming
 from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups, barrier
+from parallel.machine.atomic_write import atomic_write
 from pretrain.checkpoint.folder import SavedState, read_state, refuse_taken_names, step_folder
 from pretrain.checkpoint.newest import newest_complete, nothing_complete, refuse_damage
 from pretrain.checkpoint.run import entries_to_save, restore_run

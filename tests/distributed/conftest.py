@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 import pytest
 import torch
 
-from parallel.launch import RanksInterrupted
-from parallel.ranks import current_ranks
+from parallel.processes.launch import RanksInterrupted
+from parallel.processes.ranks import current_ranks
 from tests.deadline import launch_within
 from tests.small_chunks import OF_STEPS, small
 from tests.warm import import_kernels_and_layers

@@ -18,7 +18,7 @@ from keys_table import Table, set_key
 import pretrain.engine.step as step_module
 import pretrain.train.health.replicas as replicas
 import pretrain.train.health.slow_ranks as slow_ranks
-from parallel.hang_watch import HangWatch
+from parallel.processes.hang_watch import HangWatch
 from pretrain.config.health import HealthConfig, SlowRankConfig, SpikeConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.gradient_norms import GradientNorms

@@ -14,7 +14,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from test_traffic import sent_bytes
 from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
-from parallel.ranks import RankEnvironment
+from parallel.processes.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.engine.build import build_unset_chunks

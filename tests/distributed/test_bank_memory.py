@@ -15,8 +15,8 @@ from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
 from megamem.parameters import Copy
 from megamem.placement.sharing import BankSpec
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from parallel.sharded_bank import make_bank
 from pretrain.checkpoint.saver import Saver
 from pretrain.config.schema import RunConfig

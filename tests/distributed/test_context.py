@@ -27,7 +27,7 @@ from parallel.context import GatheredAttention, gather_sequence, own_tokens
 from parallel.context_heads import HeadAttention
 from parallel.context_ring import RingAttention
 from parallel.context_ways import attention_core
-from parallel.cpu import cuda_on_cpu
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.context_ways import context_costs
 from pretrain.engine.megatron import transformer_config
 from pretrain.planning.dryrun.recorder import Recorder

@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
-import parallel.cpu
-from parallel.cpu import REDIRECTIONS, cuda_on_cpu
+import parallel.machine.cpu
+from parallel.machine.cpu import REDIRECTIONS, cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in refuses a machine with a GPU")
 
@@ -51,7 +51,7 @@ def test_everything_is_restored_after_an_exception(run_ranks: Any) -> None:
 def test_everything_is_restored_when_entering_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot()
     broken = {**REDIRECTIONS, "torch.cuda.no_such_attribute": None}
-    monkeypatch.setattr(parallel.cpu, "REDIRECTIONS", broken)
+    monkeypatch.setattr(parallel.machine.cpu, "REDIRECTIONS", broken)
     with pytest.raises(AttributeError, match="no_such_attribute"), cuda_on_cpu():
         pytest.fail("the context was entered")
     assert snapshot() == before
@@ -152,7 +152,7 @@ def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel.cpu, "version", lambda name: {"megatron-core": "0.17.0"}[name])
+    monkeypatch.setattr(parallel.machine.cpu, "version", lambda name: {"megatron-core": "0.17.0"}[name])
     before = snapshot()
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.16\.1 and 0\.19\.2, found 0\.17\.0"), cuda_on_cpu():
         pytest.fail("the context was entered")

@@ -23,8 +23,8 @@ from megamem.model import MemoryGPTModel
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.released_names import from_released
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 

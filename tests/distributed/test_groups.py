@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from tests.deadline import launch_within
 from tests.distributed.tiny_runs import SHARED, joined, on, tiny_run
 

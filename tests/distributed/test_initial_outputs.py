@@ -20,8 +20,8 @@ from megamem.initialisation.outputs import InitialOutput, measure_initial_output
 from megamem.initialisation.random_fill import fill, normal_rows
 from megamem.layers.layer import MemoryLayer
 from megamem.placement.sharing import SharingConfig
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from tests.microbatch import some_inputs

@@ -19,8 +19,8 @@ from megamem.model import MemoryGPTModel
 from megamem.placement.sharing import SharingConfig
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.initial import swiglu_ffn_variance
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks, build_unset_chunks
 from tests.microbatch import some_inputs

@@ -29,8 +29,8 @@ from megamem.model import MemoryGPTModel
 from megamem.placement.slots import BESIDE, INSTEAD, SKIP, Slot
 from megamem.placement.spans import PlacementConfig, Span
 from megamem.token_tables.config import VALUES
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks, unwrap
 from pretrain.engine.step import evaluation_loss

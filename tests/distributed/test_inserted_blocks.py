@@ -21,8 +21,8 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from parallel.sharded_bank import announce_tokens
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks

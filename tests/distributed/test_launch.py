@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.launch import LaunchError, RankError, launch_ranks
-from parallel.ranks import RankEnvironment, current_ranks
-from parallel.stop_signals import STOP_SIGNALS
+from parallel.processes.launch import LaunchError, RankError, launch_ranks
+from parallel.processes.ranks import RankEnvironment, current_ranks
+from parallel.processes.stop_signals import STOP_SIGNALS
 from pretrain.errors import DataError
 from tests.deadline import launch_within
 
@@ -179,7 +179,7 @@ def failure_of(main: Callable[[], Any], num_ranks: int = 4, **options: Any) -> R
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hang after a failure are killed sooner than a user's."""
-    monkeypatch.setattr("parallel.launch._PATIENCE_S", 0.5)
+    monkeypatch.setattr("parallel.processes.launch._PATIENCE_S", 0.5)
 
 
 def raise_key_error() -> None:
@@ -518,7 +518,7 @@ def test_ranks_without_a_handler_end_as_asked(tmp_path: Path, number: int, code:
 def test_a_second_stop_signal_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals) -> None:
     """Another one at once, and the same one later than copies of the first may come."""
     if second == signal.SIGTERM:
-        monkeypatch.setattr("parallel.launch._SAME_REQUEST_S", 0.0)
+        monkeypatch.setattr("parallel.processes.launch._SAME_REQUEST_S", 0.0)
 
     def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: (tmp_path / f"signal.{my_ranks().rank}").touch())
@@ -590,7 +590,7 @@ def test_launches_side_by_side_do_not_meet(tmp_path: Path) -> None:
 def test_a_command_ends_with_the_traceback_and_runs_its_exit_handlers_once() -> None:
     script = """
 import atexit, sys
-from parallel.launch import RankError, launch_ranks
+from parallel.processes.launch import RankError, launch_ranks
 atexit.register(lambda: print("exit handler"))
 print("buffered")
 def main():

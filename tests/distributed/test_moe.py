@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.config import MoEConfig
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.build_optimizer import assign_groups

@@ -19,8 +19,8 @@ from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
 from megamem.placement.spans import PlacementConfig, Span
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run

@@ -29,7 +29,7 @@ from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelGroups
-from parallel.rank_errors import RankError
+from parallel.processes.rank_errors import RankError
 from pretrain.checkpoint.write_plan import plan_writes
 from pretrain.config.schema import CheckpointConfig, RunConfig
 from pretrain.config.validate import validate

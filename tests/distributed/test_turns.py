@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel.turns import in_turns
+from parallel.processes.turns import in_turns
 from tests.distributed.conftest import RunRanks
 
 RANKS_PER_MACHINE = 2

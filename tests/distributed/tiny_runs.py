@@ -20,8 +20,8 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
 from megamem.placement.sharing import SharingConfig
 from megamem.shards import walk_shards
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver

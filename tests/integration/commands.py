@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel import launch
+from parallel.processes import launch
 from tests.patience import patience
 from tools.cli import main
 

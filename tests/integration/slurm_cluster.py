@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from parallel.parent_death import signal_on_parent_death
+from parallel.processes.parent_death import signal_on_parent_death
 from tests.patience import patience
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")

@@ -10,7 +10,7 @@ import pytest
 from commands import Megamem, checkpoint, last_step
 
 import pretrain.train.health.hangs as hangs
-from parallel.launch import RankError
+from parallel.processes.launch import RankError
 from pretrain.config.stages import load_config
 from pretrain.engine.session import session
 from pretrain.run.folder import RunFolder

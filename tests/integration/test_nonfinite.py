@@ -14,7 +14,7 @@ import torch
 from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
-from parallel.launch import RankError
+from parallel.processes.launch import RankError
 from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.stages import load_config
 from pretrain.engine.session import session

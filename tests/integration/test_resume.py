@@ -26,7 +26,7 @@ from commands import (
     wait_until,
 )
 
-from parallel.launch import RankError
+from parallel.processes.launch import RankError
 from pretrain.config.stages import load_config
 from pretrain.engine import build
 from pretrain.engine.session import session

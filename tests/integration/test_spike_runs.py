@@ -17,7 +17,7 @@ import pytest
 import yaml
 from commands import assert_same_tensors, checkpoint, evaluations, steps
 
-from parallel.launch import RankError
+from parallel.processes.launch import RankError
 from pretrain.checkpoint.folder import read_state, sealed
 from pretrain.config.stages import load_stages
 from pretrain.engine.gradient_norms import GradientNorms

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.atomic_write import atomic_write, sync
+from parallel.machine.atomic_write import atomic_write, sync
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytes
         assert not (tmp_path / "file").exists()
         synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes())
 
-    monkeypatch.setattr("parallel.atomic_write.os.fsync", fsync)
+    monkeypatch.setattr("parallel.machine.atomic_write.os.fsync", fsync)
     with atomic_write(tmp_path / "file") as stream:
         stream.write(b"whole")
     assert synced == [b"whole"]
@@ -58,7 +58,8 @@ def test_files_and_folders_are_waited_for_and_left_closed(tmp_path: Path, monkey
     (tmp_path / "file").write_bytes(b"whole")
     synced: list[str] = []
     monkeypatch.setattr(
-        "parallel.atomic_write.os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        "parallel.machine.atomic_write.os.fsync",
+        lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")),
     )
     num_open = len(os.listdir("/proc/self/fd"))
     for path in (tmp_path / "file", tmp_path):

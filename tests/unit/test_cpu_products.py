@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pretrain.engine.session
-from parallel.cpu_products import products_in_fp32
+from parallel.machine.cpu_products import products_in_fp32
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.session import takes_products_in_fp32
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel import devices as devices_module
-from parallel import environment as environment_module
-from parallel.devices import (
+from parallel.machine import devices as devices_module
+from parallel.machine import environment as environment_module
+from parallel.machine.devices import (
     _counted_without_cuda,
     gpu_links,
     gpu_of,
@@ -24,9 +24,9 @@ from parallel.devices import (
     unseen_gpus,
     why_gpus_are_unusable,
 )
-from parallel.environment import local_cache_folder, settle_environment
-from parallel.multiprocessors import context_of_share
-from parallel.ranks import RankEnvironment
+from parallel.machine.environment import local_cache_folder, settle_environment
+from parallel.machine.multiprocessors import context_of_share
+from parallel.processes.ranks import RankEnvironment
 from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
@@ -147,7 +147,7 @@ def test_the_headline_names_gpu_memory_and_link(monkeypatch: pytest.MonkeyPatch)
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     for links, said in (("NV18", "on NVIDIA H200, 150 GB each, linked by NV18"), (None, "on NVIDIA H200, 150 GB each")):
-        monkeypatch.setattr("parallel.devices.gpu_links", lambda links=links: links)
+        monkeypatch.setattr("parallel.machine.devices.gpu_links", lambda links=links: links)
         assert described_gpu(torch.device("cuda", 0)) == said
 
 
@@ -155,7 +155,7 @@ def test_the_headline_names_gpu_memory_and_link(monkeypatch: pytest.MonkeyPatch)
 # use it; `is_available` does unless it was told to ask the management library, and that is there or no GPU is visible.
 IMPORT_UNDER_WATCH = """
 import os
-from parallel.devices import keep_cuda_out_of_this_process
+from parallel.machine.devices import keep_cuda_out_of_this_process
 keep_cuda_out_of_this_process()
 import torch
 asked, started = [], []
@@ -168,7 +168,7 @@ for name in ("init", "_lazy_init", "device_count", "current_device", "get_device
 from tools.ranks import import_engine
 import_engine()
 # Asks in every build of torch, and the engine may do without it.
-from parallel.devices import unseen_gpus
+from parallel.machine.devices import unseen_gpus
 with unseen_gpus():
     import megatron.core.dist_checkpointing.strategies.torch
 print(len(asked), set(asked), started, os.environ["CUDA_VISIBLE_DEVICES"])

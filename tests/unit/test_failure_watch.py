@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import parallel.failure_watch as watch_module
-from parallel.failure_watch import FailureWatch, failures_shared, tell_who_waits
-from parallel.rank_errors import FailureKind, RankFailure
-from parallel.ranks import RankEnvironment
+import parallel.processes.failure_watch as watch_module
+from parallel.processes.failure_watch import FailureWatch, failures_shared, tell_who_waits
+from parallel.processes.rank_errors import FailureKind, RankFailure
+from parallel.processes.ranks import RankEnvironment
 
 WORLD_SIZE = 3
 

@@ -198,9 +198,9 @@ def built_models(
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from parallel.cpu import cuda_on_cpu
     from parallel.groups import ParallelSizes, initialise_groups
-    from parallel.ranks import current_ranks
+    from parallel.machine.cpu import cuda_on_cpu
+    from parallel.processes.ranks import current_ranks
     from pretrain.engine import build
     from tests.deadline import launch_within
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.hang_watch import HangWatch
-from parallel.rank_errors import FailureKind, RankFailure
+from parallel.processes.hang_watch import HangWatch
+from parallel.processes.rank_errors import FailureKind, RankFailure
 
 
 class Ends:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.launch import threads_per_rank
-from parallel.ranks import RankEnvironment, current_ranks, first_host, said_by_variables_alone
+from parallel.processes.launch import threads_per_rank
+from parallel.processes.ranks import RankEnvironment, current_ranks, first_host, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig
 from tools.ranks import fewest_ranks
 
@@ -189,7 +189,7 @@ def test_a_layout_needs_whole_memory_groups_and_whole_replicas(layout: dict[str,
 def test_ranks_have_the_threads_that_the_user_says(
     monkeypatch: pytest.MonkeyPatch, said: str | None, num_threads: int
 ) -> None:
-    monkeypatch.setattr("parallel.launch.os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("parallel.processes.launch.os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.rank_errors import FailureKind, LaunchError, RankError, RankFailure, RanksInterrupted, first_cause
+from parallel.processes.rank_errors import (
+    FailureKind,
+    LaunchError,
+    RankError,
+    RankFailure,
+    RanksInterrupted,
+    first_cause,
+)
 from pretrain.errors import CheckpointError, DataError, StoppedEarly
 
 

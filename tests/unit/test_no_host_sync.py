@@ -135,8 +135,8 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
+    from parallel.machine.cpu import cuda_on_cpu
     from pretrain.engine import build
     from pretrain.engine.megatron import parallel_sizes
 

@@ -20,7 +20,7 @@ print(kernels.OWNER, tools.OWNER)
 del sys.modules["kernels"], sys.modules["tools"]
 from megamem.start import main
 assert main(["--version"]) == 0
-import kernels, parallel.ranks, slurm.snapshot
+import kernels, parallel.processes.ranks, slurm.snapshot
 print(kernels.__path__[0])
 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
     print(pool.submit(importlib.util.find_spec, "tools.cli").result().origin)

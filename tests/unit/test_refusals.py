@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel.atomic_write import atomic_write
-from parallel.rank_errors import FailureKind, RankFailure
-from parallel.refusals import check_can_write, in_words, naming, refusal
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.refusals import check_can_write, in_words, naming, refusal
+from parallel.processes.rank_errors import FailureKind, RankFailure
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from tests.every_command import commands_of

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel.refusals import in_words
+from parallel.machine.refusals import in_words
 from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError

@@ -12,9 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from parallel.atomic_write import atomic_write
-from parallel.devices import hide_gpus
-from parallel.refusals import check_can_write
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.devices import hide_gpus
+from parallel.machine.refusals import check_can_write
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import (

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from tools.parsers import add_command
 from tools.words import size_in_words
 

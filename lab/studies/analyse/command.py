@@ -18,9 +18,9 @@ from lab.studies.analyse.measures import (
     weighs_slots,
 )
 from lab.studies.analyse.pages import table_and_page
-from parallel.atomic_write import atomic_write
-from parallel.devices import num_visible_gpus
-from parallel.refusals import check_can_write
+from parallel.machine.atomic_write import atomic_write
+from parallel.machine.devices import num_visible_gpus
+from parallel.machine.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout
 from pretrain.errors import ConfigError

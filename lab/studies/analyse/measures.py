@@ -15,7 +15,7 @@ from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import inserted_blocks
 from megamem.placement.placed import PlacedMemory
-from parallel.atomic_write import atomic_write
+from parallel.machine.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
 from pretrain.run.folder import RunFolder

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from lab.studies.compare.runs import RunStopped, time_left
-from parallel.devices import num_visible_gpus, show_gpus
-from parallel.log_tail import log_tail
-from parallel.parent_death import signal_on_parent_death
-from parallel.stop_signals import STOP_SIGNALS
+from parallel.machine.devices import num_visible_gpus, show_gpus
+from parallel.processes.log_tail import log_tail
+from parallel.processes.parent_death import signal_on_parent_death
+from parallel.processes.stop_signals import STOP_SIGNALS
 from pretrain.errors import StoppedEarly, UserError
 from tools.words import ending
 

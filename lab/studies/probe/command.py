@@ -11,8 +11,8 @@ from typing import Any
 from lab.studies.probe.picture import draw, table
 from lab.suite.plan import Answers, Cell, SuitePlan, cells
 from lab.suite.tasks import TASKS
-from parallel.devices import num_visible_gpus
-from parallel.refusals import check_can_write
+from parallel.machine.devices import num_visible_gpus
+from parallel.machine.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout
 from pretrain.data.manifest import open_saved_tokenizer

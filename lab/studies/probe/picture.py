@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.suite.plan import Answers, Cell
-from parallel.refusals import naming
+from parallel.machine.refusals import naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -102,7 +102,7 @@ class Told:
     def _answers(self) -> Recall:
         """Recall of the finished run, kept beside its checkpoint."""
         from lab.studies.recall.asking import Recall
-        from parallel.launch import launch_ranks
+        from parallel.processes.launch import launch_ranks
         from pretrain.run.saved_run import find_checkpoint
 
         saved = find_checkpoint(RunFolder(self.folder), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from lab.maintenance.engine import MISSING, differences, read_record, recorded_versions, reliances, replaced
-from parallel.cpu import MEGATRON_VERSIONS
+from parallel.machine.cpu import MEGATRON_VERSIONS
 
 
 def test_the_engine_is_what_was_recorded() -> None:

@@ -109,7 +109,7 @@ def test_the_sanitizer_begins_when_the_environment_is_settled(
     monkeypatch.setattr(ArgumentHandler, "_handle_argument", ArgumentHandler._handle_argument)
     monkeypatch.setattr("torch.cuda._sanitizer.enable_cuda_sanitizer", lambda: done.append("sanitizer"))
     monkeypatch.setattr("lab.gpu_check.trial.train", lambda *_: done.append("train"))
-    monkeypatch.setattr("parallel.launch.launch_ranks", lambda work, number: [work() for _ in range(number)])
+    monkeypatch.setattr("parallel.processes.launch.launch_ranks", lambda work, number: [work() for _ in range(number)])
     for device, number, order, said in (
         ("cuda", 2, ["session", "sanitizer", "train"], "2 ranks, memories on a stream of their own: no two uses"),
         ("cpu", 1, ["session", "train"], "1 rank, memories on the common stream: no GPU, and so no streams"),

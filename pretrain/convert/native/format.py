@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.atomic_write import sync
+from parallel.machine.atomic_write import sync
 from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, main_name, scales_in
 from pretrain.checkpoint.folder import (
     SavedState,

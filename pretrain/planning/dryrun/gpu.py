@@ -1,6 +1,6 @@
 """A stand-in for a GPU on machines without one: tensors on "meta" are the device's, tensors on "cpu" the host's.
 
-Under `parallel.cpu.cuda_on_cpu` host and device are one, and a run takes the CPU's branches. Here they are two: what
+Under `parallel.machine.cpu.cuda_on_cpu` host and device are one, and a run takes the CPU's branches. Here they are two: what
 asks for CUDA gets "meta", tensors there say that they are CUDA's, and page-locked memory is told from other memory. So
 a dry run takes a GPU's branches, and sees what lies on the wrong side. Autograd and c10d work on "meta"; on fake tensors
 of "cuda" the backward pass asks for the device's context, and ends.
@@ -81,7 +81,7 @@ class StandInGpu:
         return tensor.untyped_storage()._cdata in self._pinned
 
     def redirections(self) -> dict[str, Any]:
-        """Replacements by name, as of `parallel.cpu.REDIRECTIONS`, over which they are put."""
+        """Replacements by name, as of `parallel.machine.cpu.REDIRECTIONS`, over which they are put."""
         return {
             "torch.cuda.current_device": lambda: DEVICE,
             "torch.cuda.device": lambda *_: nullcontext(),

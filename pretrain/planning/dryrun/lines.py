@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[3]
 # Folders of our code there.
 _OURS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tests", "tools", "lab")
 # Lines of the stand-ins cause nothing themselves.
-_STAND_INS = (__name__.rpartition(".")[0], "parallel.cpu", "lab.stand_in")
+_STAND_INS = (__name__.rpartition(".")[0], "parallel.machine.cpu", "lab.stand_in")
 
 
 @dataclass(frozen=True, order=True)

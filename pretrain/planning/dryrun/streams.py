@@ -76,7 +76,7 @@ class Streams:
         return current
 
     def redirections(self) -> dict[str, Any]:
-        """Replacements by name, as of `parallel.cpu.REDIRECTIONS`."""
+        """Replacements by name, as of `parallel.machine.cpu.REDIRECTIONS`."""
         return {
             "torch.cuda.Stream": lambda *_, **__: _Stream(self),
             "torch.cuda.Event": lambda *_, **__: _Event(self),

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
+from parallel.machine.cpu import cuda_on_cpu
 from pretrain.planning.dryrun.experts import DISPATCHER, balanced
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu
 from pretrain.planning.dryrun.recorder import Recorder

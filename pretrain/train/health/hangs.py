@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from parallel.hang_watch import GRACE_S, HangWatch
+from parallel.processes.hang_watch import GRACE_S, HangWatch
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.schema import RunConfig
 from pretrain.run.history import Incident

@@ -198,7 +198,7 @@ def test_everything_is_on_disk_before_the_folder_gets_its_name(tmp_path: Path, m
         synced.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    monkeypatch.setattr("parallel.atomic_write.os.fsync", record)
+    monkeypatch.setattr("parallel.machine.atomic_write.os.fsync", record)
     run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
     assert {path.stat().st_ino for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]} <= synced
 

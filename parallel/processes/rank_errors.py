@@ -16,8 +16,8 @@ from enum import IntEnum
 
 from torch.distributed import DistError
 
-from parallel.peer_errors import says_peer_is_gone
-from parallel.refusals import in_words, refusal
+from parallel.machine.refusals import in_words, refusal
+from parallel.processes.peer_errors import says_peer_is_gone
 
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory?)",

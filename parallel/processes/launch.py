@@ -5,7 +5,7 @@ only passes on stop signals; its fork, the supervisor, forks the ranks and waits
 the kernel gives to the supervisor, which kills all of it at the end: of the ranks, or of this process, of which the
 kernel tells it by SIGHUP.
 
-`parallel.rank_process` is one rank, `parallel.rank_errors` how ranks fail, `parallel.ranks` how a rank learns its
+`parallel.processes.rank_process` is one rank, `parallel.processes.rank_errors` how ranks fail, `parallel.processes.ranks` how a rank learns its
 number.
 """
 
@@ -32,10 +32,17 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 import torch
 
-from parallel.parent_death import signal_on_parent_death
-from parallel.rank_errors import FailureKind, LaunchError, RankError, RankFailure, RanksInterrupted, first_cause
-from parallel.rank_process import RankPlan, release_openmp_threads, run_rank
-from parallel.stop_signals import STOP_SIGNALS
+from parallel.processes.parent_death import signal_on_parent_death
+from parallel.processes.rank_errors import (
+    FailureKind,
+    LaunchError,
+    RankError,
+    RankFailure,
+    RanksInterrupted,
+    first_cause,
+)
+from parallel.processes.rank_process import RankPlan, release_openmp_threads, run_rank
+from parallel.processes.stop_signals import STOP_SIGNALS
 
 __all__ = ["LaunchError", "RankError", "RanksInterrupted", "launch_ranks"]
 
@@ -70,14 +77,14 @@ def launch_ranks(
 ) -> list[T]:
     """Fork `num_ranks` ranks of this process, run `main` in each, and return what they returned, by rank.
 
-    `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
+    `main` finds its place with `parallel.processes.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
     write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
     returns. SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks as one SIGTERM, to finish their step and save; a
     later one kills them, unless it is another copy of the first. One that this process ignores, as a shell has its
     background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
-    before it. `torch.cuda.is_available()` is one, unless `keep_cuda_out_of_this_process` (parallel.devices) came before
+    before it. `torch.cuda.is_available()` is one, unless `keep_cuda_out_of_this_process` (parallel.machine.devices) came before
     torch was imported; nothing can tell afterwards but the forks themselves, which then say so.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from parallel.failure_watch import end_process
+from parallel.processes.failure_watch import end_process
 
 GRACE_S = 10.0
 """Between a rank's stacks and its end: who started the ranks may kill the others when the first one ends."""

@@ -33,7 +33,7 @@ def settle_environment(
     Args:
         tensor, context: sizes of these axes.
         memory_beside: memories run on a stream of their own, beside feed-forwards.
-        deterministic: set what the libraries below PyTorch need for `parallel.determinism`.
+        deterministic: set what the libraries below PyTorch need for `parallel.machine.determinism`.
         environ: the environment of this process.
 
     Returns:

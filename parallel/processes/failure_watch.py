@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from parallel.rank_errors import RankFailure
-from parallel.ranks import RankEnvironment, said_by_variables_alone
+from parallel.processes.rank_errors import RankFailure
+from parallel.processes.ranks import RankEnvironment, said_by_variables_alone
 
 LOOK_EVERY_S = 2.0
 PATIENCE_S = 10.0

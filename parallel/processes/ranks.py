@@ -1,7 +1,7 @@
 """Rank of this process, read from the environment that torchrun, Slurm's srun or our own launcher left behind.
 
 A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None
-means that nobody started ranks yet and the command starts its own (`parallel.launch`).
+means that nobody started ranks yet and the command starts its own (`parallel.processes.launch`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One local rank from inside: a fork of a warm parent that sets itself up, runs its function and leaves a report.
 
-The ranks' supervisor (`parallel.launch`) and the ranks are forked from the process that asked for them, so they share
+The ranks' supervisor (`parallel.processes.launch`) and the ranks are forked from the process that asked for them, so they share
 its imports and start in tenths of a second.
 """
 
@@ -23,11 +23,11 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from parallel.atomic_write import atomic_write
-from parallel.log_tail import log_tail
-from parallel.parent_death import signal_on_parent_death
-from parallel.rank_errors import RankFailure
-from parallel.ranks import RENDEZVOUS_VARIABLE
+from parallel.machine.atomic_write import atomic_write
+from parallel.processes.log_tail import log_tail
+from parallel.processes.parent_death import signal_on_parent_death
+from parallel.processes.rank_errors import RankFailure
+from parallel.processes.ranks import RENDEZVOUS_VARIABLE
 
 _OMP_PAUSE_SOFT = 1
 # Most bytes of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
@@ -69,7 +69,7 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
         if torch.cuda._is_in_bad_fork():
             raise RuntimeError(
                 "the process that started this rank has touched the GPU before, which no fork of it can use then: call "
-                "parallel.devices.keep_cuda_out_of_this_process() before torch is imported"
+                "parallel.machine.devices.keep_cuda_out_of_this_process() before torch is imported"
             )
         try:
             result = main()
