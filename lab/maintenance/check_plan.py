@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="count with the CPU's branches, and without the scratch of a GPU's operations; no traffic",
     )
-    parser.add_argument("--all-blocks", action="store_true", help="as many blocks as the configuration has")
+    parser.add_argument("--all-blocks", action="store_true", help="keep all blocks, and not the fewest of all kinds")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that share them (default: 1)")
     parser.add_argument("--all", action="store_true", help="print every figure, and not the worst ones alone")
     parser.set_defaults(func=run_check_plan)

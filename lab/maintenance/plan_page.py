@@ -82,10 +82,10 @@ class Ways:
     """Seconds per step in the recommended layout.
 
     Attributes:
-        even: rows are read evenly.
-        skewed: by Zipf's law.
-        shared: evenly, with a share of the multiprocessors for gradients of tables.
-        shared_skewed: both.
+        even: seconds with rows that are read evenly.
+        skewed: seconds with rows that are read by Zipf's law.
+        shared: seconds with rows that are read evenly, and a share of the multiprocessors for gradients of tables.
+        shared_skewed: seconds with rows that are read by Zipf's law, and that share.
     """
 
     even: float

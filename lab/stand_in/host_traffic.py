@@ -43,8 +43,8 @@ class LineTraffic:
 
     Attributes:
         what: the operation.
-        calls: how often.
-        num_bytes: in all.
+        calls: number of calls.
+        num_bytes: bytes of all calls.
     """
 
     kind: Traffic

@@ -67,8 +67,8 @@ class Filled:
     Attributes:
         text: the size, as in "120m".
         origin: its place.
-        keys: values of those that it filled, by dotted key.
-        kept: those that were set.
+        keys: values that it filled, by dotted key.
+        kept: nodes of the keys that were set, by dotted key.
     """
 
     text: str

@@ -100,8 +100,8 @@ class RunSource:
 
     Attributes:
         in_file: the tree of its file and bases.
-        tree: the same with overrides laid over it.
-        filled: what followed from the tree's size; None where it has none.
+        tree: `in_file` with overrides laid over it.
+        filled: keys that followed from the tree's size; None where it has none.
     """
 
     in_file: Node

@@ -329,8 +329,6 @@ SECTION = re.compile(
 )
 NAMED_ENTRY = re.compile(r"^[\w*`]+(?:, [\w*`]+)*:\s+(?P<text>.*)", re.MULTILINE)
 
-ENTRIES_ARE_YET_TO_STAND_ALONE = REPOSITORY / "pretrain" / "planning"
-
 
 @dataclass(frozen=True)
 class Docstring:
@@ -391,12 +389,11 @@ def entry_fragments(tree: ast.Module) -> list[tuple[str, int]]:
     return begins(BEGINS_NO_ENTRY, found)
 
 
-def wrong_lines(package: str, find: Callable[[ast.Module], list[tuple[str, int]]], without: Path | None = None) -> str:
+def wrong_lines(package: str, find: Callable[[ast.Module], list[tuple[str, int]]]) -> str:
     """Lines that a rule finds in the files of a package, each with its place."""
     return "\n".join(
         f"{path.relative_to(REPOSITORY)}:{line} {text}"
         for path in source_files(package)
-        if without is None or not path.is_relative_to(without)
         for text, line in find(parse(path))
     )
 
@@ -410,13 +407,13 @@ def test_first_lines_of_docstrings_stand_alone(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_first_lines_of_docstrings_do_not_go_on_from_elsewhere(package: str) -> None:
     """Tests may: `The same samples in more portions.` is what one expects, beside what it is given."""
-    wrong = wrong_lines(package, going_on, without=ENTRIES_ARE_YET_TO_STAND_ALONE)
+    wrong = wrong_lines(package, going_on)
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests", "lab/tests"])
 def test_entries_and_docstrings_of_fields_stand_alone(package: str) -> None:
-    wrong = wrong_lines(package, entry_fragments, without=ENTRIES_ARE_YET_TO_STAND_ALONE)
+    wrong = wrong_lines(package, entry_fragments)
     assert not wrong, wrong
 
 

@@ -48,7 +48,7 @@ def explained_lines(
     """The configuration as YAML with a line for each key.
 
     Args:
-        config: of a run or a stage.
+        config: configuration of a run or a stage.
         helps: put the help text above each key, and name keys without effect in comments.
         origin: says where a key was set, which stands behind its value.
     """

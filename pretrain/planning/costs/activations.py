@@ -37,7 +37,7 @@ def activations(
     """Bytes that passes in flight keep, and the larger of one block's backward pass and the loss, by part.
 
     Args:
-        on_gpu: whether memories and gradients of tables can have streams of their own, and the loss kernels of its own.
+        on_gpu: True if memories and gradients of tables can have streams of their own, and the loss kernels of its own.
     """
     beside = on_gpu and memory_runs_beside(config)
     model, train = config.model, config.train

@@ -27,8 +27,8 @@ def block_kept(
     given, and a feed-forward not the product that goes into its output projection.
 
     Args:
-        blocks: the mean over which it is.
-        trained: those of them that are trained.
+        blocks: blocks that the mean is over.
+        trained: trained ones among these blocks.
     """
     model, element = config.model, config.train.element_bytes
     share = 1 / max(1, blocks.num)

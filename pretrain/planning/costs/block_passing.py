@@ -21,11 +21,11 @@ class Passing:
     """Bytes that one block adds at its largest moments to what backward needs of its forward pass, by part.
 
     Attributes:
-        residual: in all moments.
-        of_backbone: in the largest of feed-forward and attention.
-        of_memory: in the memory's largest.
+        residual: bytes in all moments.
+        of_backbone: bytes of the largest moment of feed-forward and attention.
+        of_memory: bytes of the memory's largest moment.
         on_memory_stream: bytes of the largest moment of the memory's own stream.
-        on_gradient_stream: the same of the stream that adds gradients of tables up.
+        on_gradient_stream: bytes of the largest moment of the stream that adds gradients of tables up.
     """
 
     residual: dict[MemoryPart, float] = field(default_factory=dict)

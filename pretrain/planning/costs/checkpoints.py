@@ -14,11 +14,12 @@ class CheckpointCosts:
     """Bytes and seconds of one checkpoint of a run.
 
     Attributes:
-        num_bytes: of all its files.
-        save_s: until it is written, all nodes at a time.
-        stall_s: in which no step is taken for it: all of that, or with `checkpoint.asynchronous` the copy to the host.
-        restart_s: from a job's start to its first step: the start, every file read once to hold it against its hash
-            (`checkpoint.check_hashes`), and once to be loaded.
+        num_bytes: bytes of all its files.
+        save_s: seconds until it is written, by all nodes at a time.
+        stall_s: seconds in which no step is taken for it: all of `save_s`, or with `checkpoint.asynchronous` the copy
+            to the host.
+        restart_s: seconds from a job's start to its first step: the start, every file read once to hold it against its
+            hash (`checkpoint.check_hashes`), and once to be loaded.
     """
 
     num_bytes: float

@@ -24,7 +24,7 @@ class FfnWidth:
         width: the inner width, a multiple of what was asked for.
         exact: the width at which the target would be met.
         value: the measure at `width`.
-        target: what it was to be.
+        target: value that the measure was to have.
     """
 
     width: int
@@ -93,7 +93,7 @@ class EqualExperts:
     Attributes:
         moe: the mixture.
         active_residual: share of the target by which its active parameters lie above it.
-        total_residual: the same of all parameters.
+        total_residual: share of the target by which all its parameters lie above it.
     """
 
     moe: MoEConfig

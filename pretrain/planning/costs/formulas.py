@@ -42,7 +42,7 @@ class ParameterCounts:
         tables: values and pre-values of all banks.
         read_values: table elements that one token reads.
         experts: parameters of all experts.
-        idle_experts: of those, the ones that one token does not use.
+        idle_experts: parameters of the experts that one token does not use.
     """
 
     embedding: int
@@ -201,9 +201,10 @@ def backward_flops(products: float, trained_products: float, attended: float) ->
     """FLOPs of a backward pass, from those of the forward pass.
 
     Args:
-        products: of products with weights; the gradients of their inputs take as many again.
-        trained_products: of these, the ones with weights that are trained, whose gradients take as many again, too.
-        attended: see `attended_flops`; both operands have gradients.
+        products: FLOPs of products with weights; the gradients of their inputs take as many again.
+        trained_products: FLOPs of products with weights that are trained, whose gradients take as many again, too.
+        attended: FLOPs of attention's scores and their products with values (`attended_flops`); both operands have
+            gradients.
     """
     return products + trained_products + 2 * attended
 

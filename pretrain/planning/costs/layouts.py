@@ -51,7 +51,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """The same, as a dry run counted them if one did."""
+        """Device bytes of a rank of the fullest stage at the peak of a step: counted by a dry run, or predicted."""
         return self.predicted_bytes if self.counted_bytes is None else self.counted_bytes
 
     @property

@@ -21,9 +21,9 @@ class HiddenMatrices:
     """Rows and columns of hidden matrices (`megamem.parameters.Matrices`).
 
     Attributes:
-        split: those of which tensor-parallel ranks hold parts, or some each.
-        whole: those that all tensor-parallel ranks hold.
-        experts: those of experts.
+        split: matrices of which tensor-parallel ranks hold parts, or some each.
+        whole: matrices that all tensor-parallel ranks hold.
+        experts: matrices of experts.
     """
 
     split: tuple[Shape, ...] = ()
@@ -38,7 +38,7 @@ class HiddenMatrices:
     def of(
         model: ModelConfig, blocks: Sequence[BlockPlan], memory: LayerCosts, *, num_projections: int = 0
     ) -> HiddenMatrices:
-        """Those of some blocks, of their memories with these costs in all, and of as many projections of a branch."""
+        """Matrices of some blocks, of memories that have these costs in all, and of as many projections of a branch."""
         split = [shape for block in blocks for shape in (*_attention(model, block), *_feed_forward(model, block))]
         experts = [shape for block in blocks for shape in _experts(model, block)]
         by_heads = memory.matrices if memory.split_by_heads else ()

@@ -29,7 +29,7 @@ def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tu
     """Bytes of a rank of every stage, first to last. The formulas of activations are for bf16.
 
     Args:
-        on_gpu: whether the device has streams, each with memory of its own.
+        on_gpu: True if the device has streams, each with memory of its own.
     """
     division = Division.of(config, num_ranks)
     save = _save_bytes(config, checkpoint_bytes(config) / num_ranks)

@@ -40,13 +40,13 @@ class Blocks:
     Attributes:
         num: blocks.
         norms: norms of hidden states.
-        unprojected: of these, the ones whose attention has no output projection.
+        unprojected: blocks whose attention has no output projection.
         ffns: feed-forwards.
         split_weights: weights that tensor-parallel ranks split, without those of memories.
         expert_weights: weights of experts.
         memories: memory layers.
-        split_latents: of blocks, the ones that make keys and values of latents that differ.
-        weights_used_twice: of those that ranks split, the ones that multiply both of these latents.
+        split_latents: blocks that make keys and values of latents that differ.
+        weights_used_twice: weights, split by ranks, that multiply both of these latents.
         beside: memory layers that read while their block's feed-forward runs, where they have a stream for it.
         arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later, and
             streams that memories of several blocks read with.
@@ -70,12 +70,12 @@ class FamilyInStage:
     """Memory layers of one family in a stage.
 
     Attributes:
-        memory: their config.
-        costs: of them together, without their tables.
-        layers: their number.
-        table_elements: of the tables that they read.
-        lookups: rows of the bank that each of them reads, or each chunk, if its layers read together.
-        backward_lookups: of these, the ones that have a backward pass.
+        memory: config of the layers.
+        costs: costs of all these layers, without their tables.
+        layers: number of the layers.
+        table_elements: elements of the tables that they read.
+        lookups: rows of the bank that each layer reads, or each chunk, if its layers read together.
+        backward_lookups: rows of the bank of each lookup that has a backward pass.
         window: mean share of its bank's rows that a layer sees. Tables of token ids have no rows before the tokenizer is known.
     """
 
@@ -98,11 +98,11 @@ class BankInStage:
 
     Attributes:
         memory: config of the layers that read it.
-        elements: of its tables.
+        elements: elements of its tables.
         chunk: the first of the stage's chunks that reads it.
         blocks_below: blocks of that chunk below the first that reads it: when backward is there, its gradient is
             complete, and when forward is, it is needed.
-        on_every_stage: see `megamem.placement.sharing.BankSpec`.
+        on_every_stage: True if every stage holds a copy of it (`megamem.placement.sharing.BankSpec`).
     """
 
     memory: MemoryConfig
@@ -121,22 +121,22 @@ class Stage:
     """One stage's part of the model, before tensor parallelism and the memory group split it.
 
     Attributes:
-        chunks: of the depth, in the order of its virtual stages.
-        blocks: all of them; a branch's behind those of the chunk with the loss.
-        backward: those that have a backward pass. A lowest block whose table alone is trained is counted whole; without
-            recomputation it has one only from the read onwards.
-        trained_blocks: of these, the ones that are trained; the others pass gradients on.
+        chunks: parts of the depth, in the order of its virtual stages.
+        blocks: all blocks; a branch's come behind those of the chunk with the loss.
+        backward: blocks that have a backward pass. A lowest block whose table alone is trained is counted whole;
+            without recomputation it has one only from the read onwards.
+        trained_blocks: blocks of `backward` that are trained; the others pass gradients on.
         gradients_sent: chunks that hand gradients to the chunk before.
         split_weights: weights that tensor-parallel ranks split.
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
         expert_weights: weights of experts.
-        families: its memory layers, by their family.
-        reads_before_blocks: whether layers read together, before the first block of their chunk: by token ids alone.
-        trained: what of it is trained.
+        families: memory layers, by their family.
+        reads_before_blocks: True if layers read together, before the first block of their chunk: by token ids alone.
+        trained: weights that are trained.
         trained_banks: banks with trained tables, in the order in which forward reads them.
-        branch_blocks: of the blocks, those of a branch that predicts further tokens.
-        trains_all: whether that is all of it, embedding and output projection too.
+        branch_blocks: blocks of a branch that predicts further tokens.
+        trains_all: True if all of the model is trained, embedding and output projection too.
     """
 
     chunks: tuple[ModelChunk, ...]
@@ -257,7 +257,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
 
 
 def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemory]) -> FamilyInStage:
-    """Those of some memory layers of a stage that are of this family."""
+    """Memory layers of this family, among some of a stage."""
     own = [layer for layer in layers if layer.memory.kind == memory.kind]
     return FamilyInStage(
         own[0].memory if own else memory,
@@ -369,9 +369,9 @@ class Division:
         replicas: data-parallel size.
         stage_ranks: ranks of one stage.
         table_replicas: ranks of a stage that hold the same columns.
-        num_microbatches: per step and data-parallel rank.
-        rank_tokens: of a microbatch on one rank, between the blocks and in memories.
-        loss_tokens: of a microbatch whose losses one rank computes, for its part of the vocabulary.
+        num_microbatches: microbatches per step and data-parallel rank.
+        rank_tokens: tokens of a microbatch on one rank, between the blocks and in memories.
+        loss_tokens: tokens of a microbatch whose losses one rank computes, for its part of the vocabulary.
     """
 
     replicas: int

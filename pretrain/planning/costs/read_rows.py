@@ -97,10 +97,10 @@ def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
 def most_rows_of_families(
     config: RunConfig, stage: Stage, division: Division, *, num_replicas: int = 1
 ) -> Iterator[tuple[MemoryConfig, float]]:
-    """The same by family.
+    """Rows of all banks, on a rank, that a step can read at the most, by family.
 
     Args:
-        num_replicas: of a part of a table, that read them together.
+        num_replicas: replicas of a part of a table, that read its rows together.
     """
     for family in stage.families:
         yield family.memory, sum(_most_rows_of_banks(config, stage, division, family, num_replicas))
@@ -109,7 +109,7 @@ def most_rows_of_families(
 def _most_rows_of_banks(
     config: RunConfig, stage: Stage, division: Division, family: FamilyInStage, num_replicas: int
 ) -> Iterator[float]:
-    """The same by bank of a family."""
+    """Rows on a rank that a step can read at the most of each bank of a family."""
     layout = config.parallel
     entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
     for rows, lookups in lookups_of_banks(stage, family):

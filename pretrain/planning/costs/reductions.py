@@ -36,8 +36,8 @@ class Piece:
     """Weights that are reduced and gathered at a time.
 
     Attributes:
-        kind: decides their replicas.
-        chunk: of the stage's, whose own parts come one after the other.
+        kind: kind of the weights, which decides their replicas.
+        chunk: number of the stage's chunk, whose own parts come one after the other.
         blocks_below: blocks of the stage that backward still passes when their gradient is complete, and forward has
             passed when they are needed, in one chunk's microbatch after another's.
         reduce_s, gather_s: seconds, alone.
@@ -64,7 +64,7 @@ def exposed(
     """Exposed seconds of a stage.
 
     Args:
-        forward_s, backward_s: of a microbatch, through all blocks of the stage.
+        forward_s, backward_s: seconds of a microbatch's passes through all blocks of the stage.
     """
     pieces = list(pieces_of(config, stage, division, hardware))
     blocks = max(1, stage.blocks.num)
@@ -131,7 +131,7 @@ def gather_exposed(pieces: Sequence[Piece], block_s: float, *, dense_first: bool
     A part's gather starts when the one before it of its kind and chunk is needed.
 
     Args:
-        dense_first: whether forward begins when all of the dense weights are there.
+        dense_first: True if forward begins when all of the dense weights are there.
     """
     seconds = dict.fromkeys(Weights, 0.0)
     # When the link is free, forward's delay so far, and when the last part of each row was needed.

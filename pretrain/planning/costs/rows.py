@@ -50,9 +50,9 @@ class RowSeconds:
     """Seconds of lookups.
 
     Attributes:
-        gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
+        gathers: reads of rows of tables, for sums, products and the gradients of coefficients and inputs.
         ids: copies of ids and coefficients, and products of what is gathered with scales of tables.
-        sort: of the entries by row.
+        sort: sort of the entries by row.
         gradients: sums over the entries of each row, added to the tables' gradients.
     """
 
@@ -232,12 +232,12 @@ def accumulate_s(
     read; its vector is in the cache.
 
     Args:
-        num_entries: of rows that the rank has. Parts of a table's rows are read as the whole is: by Zipf's law too, every
-            R-th row is as popular among its part as a row of that rank among R times as many.
-        num_rows: that it has.
+        num_entries: entries of rows that the rank has. Parts of a table's rows are read as the whole is: by Zipf's law
+            too, every R-th row is as popular among its part as a row of that rank among R times as many.
+        num_rows: rows that the rank has.
         width: columns on this rank.
-        num_groups: of columns, each with a coefficient of its own.
-        gradient_bytes: per element; 2 are rounded, which takes instructions.
+        num_groups: groups of columns, each with a coefficient of its own.
+        gradient_bytes: bytes per element of the gradient; 2 are rounded, which takes instructions.
     """
     rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
     num_bytes = rows * 2 * moved_bytes(gradient_bytes * width) + num_entries * (_ORDER_BYTES + SECTOR_BYTES)

@@ -27,14 +27,14 @@ class StageSent:
     """Bytes that one rank of a stage sends per step.
 
     Attributes:
-        memory: of lookups, of the next step's ids for tables in files, and of tokens that go to experts.
-        context: of attention across cut sequences, and of what else looks back across them.
-        tensor: of tensor parallelism in forward and backward, and of what looks back across its cuts.
-        halo: of what looks back across the cuts of both.
-        messages: to neighbouring stages.
+        memory: bytes of lookups, of the next step's ids for tables in files, and of tokens that go to experts.
+        context: bytes of attention across cut sequences, and of what else looks back across their cuts.
+        tensor: bytes of tensor parallelism in forward and backward, and of what looks back across its cuts.
+        halo: bytes of what looks back across the cuts of both.
+        messages: hidden states and their gradients, to neighbouring stages.
         tables: reductions of gradients and gathers of weights, of tables and experts, rows that replicas have read, and sums
             per row over columns.
-        dense: the same of all else.
+        dense: reductions of gradients and gathers of weights, of all else.
         matrices: pieces of hidden matrices that Muon updates, on the average over the ranks of the stage.
         copies: sums over the stages of banks that each holds a copy of.
     """
@@ -102,7 +102,7 @@ def pieces_of_matrices(config: RunConfig, stage: Stage, division: Division) -> f
 
 
 def pieces_of_experts(config: RunConfig, stage: Stage, division: Division) -> float:
-    """The same of experts, whose owners are the ranks that hold the same ones."""
+    """Bytes of pieces of experts' matrices that a rank sends where Muon updates them, to ranks with the same ones."""
     if matrix_update(config.optimizer) is not MUON:
         return 0.0
     size, experts = division.table_replicas, num_elements(stage.trained.matrices.experts) / config.parallel.memory

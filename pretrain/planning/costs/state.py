@@ -26,12 +26,12 @@ def saved_by_matrices(config: RunConfig) -> float:
 
 
 def table_state(config: RunConfig, memory: MemoryConfig | None = None) -> float:
-    """The same per element of tables, as each rank has it for its share.
+    """Bytes of optimizer state per element of tables, as each rank has it for its share.
 
     All ranks with columns of a row have the numbers that are kept per row.
 
     Args:
-        memory: of a family's tables; None: the mean over all.
+        memory: config of the family whose tables are meant; None: the mean over all.
     """
     return _table_state(config, config.train.element_bytes, copies=config.parallel.memory_columns, memory=memory)
 
@@ -43,7 +43,7 @@ def stored_dense(config: RunConfig) -> float:
 
 
 def stored_table(config: RunConfig) -> float:
-    """The same per element of tables, whose weights stand for themselves where they have no main weights."""
+    """Bytes of a checkpoint per element of tables; weights stand for themselves where they have no main weights."""
     if table_update(config.optimizer).has_main_weights:
         main = MAIN_WEIGHT_BYTES
     else:

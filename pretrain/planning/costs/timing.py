@@ -95,9 +95,9 @@ class SentBytes:
     """Bytes that one rank of a stage sends per optimizer step, to its own node and to others.
 
     Attributes:
-        exchange: of lookups.
+        exchange: bytes of lookups.
         tables: reductions and gathers of tables.
-        dense: of everything else.
+        dense: reductions and gathers of all other weights.
     """
 
     exchange: tuple[float, float]
@@ -110,11 +110,11 @@ class StepTime:
     """An estimated step of a run.
 
     Attributes:
-        by_part: seconds, of the slowest stage; they add up to the step.
-        tokens_per_s: of all ranks.
+        by_part: seconds of the slowest stage; they add up to the step.
+        tokens_per_s: tokens of all ranks per second.
         mfu: model FLOPs (without recomputation) over the peak of all GPUs.
-        sent: by stage.
-        slowest_stage: whose parts these are.
+        sent: bytes that a rank of each stage sends.
+        slowest_stage: number of the stage that `by_part` is of.
     """
 
     by_part: dict[TimePart, float]
@@ -319,8 +319,8 @@ class BesideBackward:
     """Seconds by which gradients of tables, and exchanges, make a backward pass longer.
 
     Attributes:
-        gradients: may be more than they take alone, if their share of the GPU is too small for them.
-        exchange: of backward.
+        gradients: seconds of the gradients, more than they take alone if their share of the GPU is too small for them.
+        exchange: seconds of backward's exchanges that no gradients hide.
     """
 
     gradients: float
@@ -337,9 +337,9 @@ def beside_backward(
     products slow down by as many as it has.
 
     Args:
-        gradients_s: with the whole GPU, sort included.
-        products_s: of matrices, backward.
-        exchange_s: of backward, which no product hides.
+        gradients_s: seconds of the gradients with the whole GPU, sort included.
+        products_s: seconds of backward's products of matrices.
+        exchange_s: seconds of backward's exchanges that no product hides.
     """
     if not memory_runs_beside(config):
         return BesideBackward(gradients_s, exchange_s)

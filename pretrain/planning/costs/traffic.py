@@ -37,7 +37,7 @@ class LookupTraffic:
         coefficient_gradients: (G - 1) T J n x bytes per element, or R / G of it with C in place of n, in a backward pass;
             0 where scores have none.
         values: (G - 1) R / G T B V x bytes per element.
-        gathers_coefficients: whether these go to all ranks alike.
+        gathers_coefficients: True if the coefficients go to all ranks alike.
     """
 
     rows: int
@@ -80,9 +80,9 @@ class WayBytes:
     """Bytes that a rank sends for lookups, forward or backward.
 
     Attributes:
-        gathered: of gathers, whose blocks a ring passes on: each crosses between two nodes once.
-        direct: to each rank its own.
-        meeting: to each rank with other columns of the same rows its own.
+        gathered: bytes of gathers, whose blocks a ring passes on: each crosses between two nodes once.
+        direct: bytes of messages that give each rank its own.
+        meeting: bytes of messages that give each rank with other columns of the same rows its own.
     """
 
     gathered: int = 0
@@ -158,7 +158,7 @@ def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
 
 
 def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[WayBytes, WayBytes]:
-    """The same, of all forward passes and of backward.
+    """Bytes that a rank of a stage sends for all lookups of a microbatch: of all forward passes, and of backward.
 
     A read before the blocks is not recomputed.
     """
@@ -225,9 +225,9 @@ class HaloTraffic:
     """Bytes that a rank of a stage sends in a microbatch for what looks back across cuts of a sequence.
 
     Attributes:
-        ids: of token ids, over context-parallel ranks, once for all layers of a chunk.
-        hidden: of hidden states, over tensor- and context-parallel ranks, forward, again where blocks are recomputed,
-            and backward.
+        ids: bytes of token ids, over context-parallel ranks, once for all layers of a chunk.
+        hidden: bytes of hidden states, over tensor- and context-parallel ranks, forward, again where blocks are
+            recomputed, and backward.
     """
 
     ids: int

@@ -25,7 +25,7 @@ class DenseTwin:
 
     Attributes:
         config: the run, without the keys that have no effect in it.
-        solved: its feed-forward's width, and how far that misses.
+        solved: width of its feed-forward, and how far that misses.
     """
 
     config: RunConfig
@@ -38,7 +38,7 @@ class ExpertsTwin:
 
     Attributes:
         config: the run, without the keys that have no effect in it.
-        solved: its experts, and how far they miss.
+        solved: experts of the run, and how far they miss.
     """
 
     config: RunConfig
@@ -51,8 +51,8 @@ def dense_twin(config: RunConfig, measure: Measure | None = None) -> DenseTwin |
     None where there is no memory, or no feed-forward whose width could be solved for.
 
     Args:
-        config: with the memory.
-        measure: to make equal instead of forward FLOPs per token.
+        config: the run with the memory.
+        measure: quantity to make equal; None: forward FLOPs per token.
 
     Raises:
         ValueError: no width can do it.
@@ -73,7 +73,7 @@ def experts_twin(config: RunConfig, *, width_multiple: int = 8) -> ExpertsTwin |
     None where there is no memory, or no feed-forward in whose place experts could be.
 
     Args:
-        config: with the memory. The ranks that split its tables share the experts.
+        config: the run with the memory. The ranks that split its tables share the experts.
         width_multiple: the inner width of an expert is a multiple of this.
 
     Raises:

@@ -29,15 +29,15 @@ class Collective:
     Attributes:
         op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv or barrier.
         axis: the group's name for readers.
-        ranks: of the group, or this rank's peer for a message.
-        num_bytes: of what this rank hands over: its part for an all_gather, all parts for the others.
-        part: of the run that called.
+        ranks: ranks of the group, or this rank's peer for a message.
+        num_bytes: bytes that this rank hands over: its part for an all_gather, all parts for the others.
+        part: part of the run that called.
         group: the communicator: PyTorch's name of the group, alike on all ranks.
-        content: what a rank hands over, which all members must do alike: tensors, sum or mean, root.
-        splits: of an all_to_all, rows for each member and rows from each; None: equal ones, or another operation.
+        content: description of what a rank hands over, which all members must do alike: tensors, sum or mean, root.
+        splits: rows of an all_to_all for each member, and rows from each; None: equal ones, or another operation.
         batch: messages with the same number are one call; None: a call of its own.
-        line: of the code that called.
-        own: this rank's place in the group, where sizes differ.
+        line: line of the code that called.
+        own: place of this rank in the group, where sizes differ.
     """
 
     op: str

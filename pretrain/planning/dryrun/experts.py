@@ -24,7 +24,7 @@ def balanced(dispatcher: Any, routing_map: Tensor) -> Any:
     Every rank sends floor(T K / E) tokens to each expert, and one more to the first T K mod E.
 
     Args:
-        dispatcher: of a layer, whose sizes are set.
+        dispatcher: dispatcher of a layer, whose sizes are set.
         routing_map: [T, E], without data.
     """
     num_ranks, num_local = dispatcher.ep_size, dispatcher.num_local_experts

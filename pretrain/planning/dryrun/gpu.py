@@ -60,7 +60,7 @@ class StandInGpu:
     """Answers to what a process asks of CUDA, for one device.
 
     Attributes:
-        streams: which keep the order of what they are asked for.
+        streams: streams of the device, which keep the order of what they are asked for.
         on_wait: called with the name of each call by which the host waits for the device.
         on_read: called with each tensor of the device whose values the host asks for as a list.
         on_upload: called with each tensor of the device that is made of the host's values.

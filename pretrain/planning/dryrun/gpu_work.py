@@ -106,7 +106,7 @@ def _index_put(
 def _embedding_backward(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> int:
-    """The same, and then sums of up to ten rows of one index in fp32 beside the sorted."""
+    """Positions of indices, both sorted, and then sums of up to ten rows of one index in fp32 beside the sorted."""
     n = indices.numel()
     if n <= _EMBEDDED_WITHOUT_SORT:
         return 0

@@ -22,7 +22,7 @@ def deadlock(calls: Mapping[int, Sequence[Collective]]) -> Iterator[str]:
     """The circle of ranks of which each waits for the next, in a sentence; nothing if all come to their end.
 
     Args:
-        calls: of every rank that is there, in order. Others are taken to answer at once.
+        calls: calls of every rank that is there, in order. Others are taken to answer at once.
     """
     steps = {rank: _steps(rank, of_rank, calls) for rank, of_rank in calls.items()}
     arrived: dict[_Meeting, set[int]] = defaultdict(set)

@@ -31,10 +31,10 @@ class Access:
 
     Attributes:
         actor: the stream, or the host.
-        number: of the actor's access, among its own.
+        number: place of the operation among its actor's, from 1.
         what: the operation.
-        line: of the code that asked for it.
-        writes: or only reads.
+        line: line of the code that asked for it.
+        writes: True if it writes, or else it only reads.
     """
 
     actor: str
@@ -52,10 +52,10 @@ class Race:
     """Two accesses without an order between them.
 
     Attributes:
-        first: in the order of the program.
+        first: the earlier access, in the order of the program.
         second: the later one; an allocation of the same memory if `freed`.
-        freed: the memory was freed in between.
-        num_bytes: of the memory.
+        freed: True if the memory was freed in between.
+        num_bytes: bytes of the memory.
     """
 
     first: Access
@@ -74,7 +74,7 @@ class Allocation:
 
     Attributes:
         owner: the stream that allocated them.
-        num_bytes: how many.
+        num_bytes: number of these bytes.
         announced: streams that `record_stream` was called with.
     """
 

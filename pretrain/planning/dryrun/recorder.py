@@ -31,9 +31,9 @@ class Snapshot:
     """Bytes at one moment.
 
     Attributes:
-        by_part: on the device.
-        host: in host memory: of tables that are stepped there.
-        files: of tables that lie in files.
+        by_part: bytes on the device.
+        host: bytes in host memory: of tables that are stepped there.
+        files: bytes of tables that lie in files.
     """
 
     by_part: dict[MemoryPart, int]
@@ -61,10 +61,10 @@ class Recorder(TorchDispatchMode):
     real tensors as well, whose collectives and reads it leaves alone.
 
     Attributes:
-        collectives: in the order of the calls.
+        collectives: calls of torch.distributed, in order.
         num_host_reads: values that the host read.
         num_kernels: operations that write something: about as many kernels as a device would be asked for.
-        peak: since `restart_peak`; on a GPU with what its streams keep from each other.
+        peak: bytes at the largest moment since `restart_peak`; on a GPU with what its streams keep from each other.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Recorder(TorchDispatchMode):
 
         Args:
             axes: a name for readers by PyTorch's name of a group.
-            answers: whether tensors have no data.
-            experts_per_token: what a mixture's map, [experts, tokens], selects of each column.
+            answers: True if tensors have no data.
+            experts_per_token: experts that a mixture's map, [experts, tokens], selects in each column.
             gpu: the rank's, on whose streams memory is allocated; None: host and device are one.
         """
         super().__init__()

@@ -33,7 +33,7 @@ class Streams:
     """A device's streams, of one process.
 
     Attributes:
-        order: of what they are asked for.
+        order: order of what they are asked for.
         on_handed_over: called with each gradient that passes to a node on another stream, and that stream's name.
     """
 

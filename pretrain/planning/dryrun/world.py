@@ -80,10 +80,10 @@ def fake_rank(
     """One rank's groups in a world of so many, in a process without any world; until the block ends.
 
     Args:
-        rank: whose place this is.
+        rank: place of the rank among `world_size`.
         world_size: ranks in all.
         sizes: the layout, which must fit.
-        seed: of Megatron's random states.
+        seed: seed of Megatron's random states.
         gpu: the rank's; None: it computes on the CPU.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -113,7 +113,7 @@ def without_data(
     these are.
 
     Args:
-        experts_per_token: of a mixture, whose every token is sent to as many.
+        experts_per_token: experts of a mixture that every token is sent to; 0 where there is none.
     """
     recorder = Recorder(names_of_groups(groups), experts_per_token=experts_per_token, gpu=gpu)
     with FakeTensorMode(allow_non_fake_inputs=True), _replaced(_ANSWERS), recorder.recording():
