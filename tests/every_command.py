@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tools.parsers import command_groups
+from tools.common.parsers import command_groups
 
 
 def commands_of(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[str]:

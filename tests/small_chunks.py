@@ -26,16 +26,16 @@ CHUNKS: Chunks = {
     "pretrain.data.quantise": {"_DISTANCES_AT_A_TIME": 1000},
     "pretrain.data.scored": {"_BYTES_AT_ONCE": 5},
     "pretrain.data.workers": {"_MAX_BATCH_BYTES": 2000, "_MAX_BATCH_RECORDS": 3},
-    "pretrain.engine.table_files": {"_ROWS_OF_A_READER": 5},
+    "pretrain.engine.tables.table_files": {"_ROWS_OF_A_READER": 5},
     "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
 }
 """Constants by module, and what they are in all tests."""
 
 OF_STEPS: Chunks = {
     "kernels.common.slices": {"_SLICE_ELEMENTS": 100},
-    "pretrain.engine.bf16_gradients": {"_WINDOW_ELEMENTS_ON_CPU": 600},
-    "pretrain.engine.replica_rows": {"_WINDOW_ELEMENTS_ON_CPU": 600},
-    "pretrain.engine.stored_tables": {"_ROWS_AT_A_TIME": 50},
+    "pretrain.engine.tables.bf16_gradients": {"_WINDOW_ELEMENTS_ON_CPU": 600},
+    "pretrain.engine.tables.replica_rows": {"_WINDOW_ELEMENTS_ON_CPU": 600},
+    "pretrain.engine.tables.stored_tables": {"_ROWS_AT_A_TIME": 50},
     "pretrain.train.health.replicas": {"PART_ELEMENTS": 100},
 }
 """Constants of a training step, small in tests of ranks alone: dry runs take steps with tables of their full size."""

@@ -11,8 +11,8 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from slurm.commands import cancel, job_state
 from slurm.records import jobs_folders
-from tools.parsers import add_command
-from tools.run_status import find_runs
+from tools.common.parsers import add_command
+from tools.common.run_status import find_runs
 
 _EPILOG = """\
 examples:

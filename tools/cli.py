@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megamem import start
-from tools.added import COMMANDS, STUDIES, added_modules
+from tools.common.added import COMMANDS, STUDIES, added_modules
+from tools.common.parsers import add_command, command_groups
 from tools.completion import add_completion
-from tools.parsers import add_command, command_groups
 
 COMMAND_MODULES = (
     "tools.train",
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
     from parallel.machine.refusals import refusal
     from pretrain.errors import UserError
     from pretrain.quiet import quiet_engine
-    from tools.ranks import end_ranks_that_wait
-    from tools.words import ending
+    from tools.common.ranks import end_ranks_that_wait
+    from tools.common.words import ending
 
     if _without_stdout():
         print(f"megamem: error: {_CLOSED_STDOUT}", file=sys.stderr)
@@ -130,7 +130,7 @@ def _advice(error: Exception, args: argparse.Namespace) -> str:
 
     if not isinstance(error, MissingDataError):
         return ""
-    from tools.missing_data import advice_on_path
+    from tools.common.missing_data import advice_on_path
 
     one, several = getattr(args, "config", None), getattr(args, "configs", ())
     return advice_on_path(error, [*map(str, several), *([] if one is None else [str(one)])])

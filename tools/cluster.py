@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.errors import ConfigError
 from slurm.cluster_check import check_cluster
 from slurm.profile import ClusterConfig, find_profile, load_profile
-from tools.parsers import add_command
+from tools.common.parsers import add_command
 
 _EPILOG = """\
 examples:

@@ -25,9 +25,9 @@ from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
 from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_stages, machine_memory_bytes
-from tools.parsers import add_command, add_config
-from tools.ranks import add_device, ranks_for_stages
-from tools.words import plural
+from tools.common.parsers import add_command, add_config
+from tools.common.ranks import add_device, ranks_for_stages
+from tools.common.words import plural
 
 _EPILOG = """\
 examples:

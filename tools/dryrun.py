@@ -16,8 +16,8 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
 from pretrain.run.preflight import gigabytes
-from tools.parsers import add_command, add_config, add_stage
-from tools.vocabulary import with_vocabulary_of_data
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.vocabulary import with_vocabulary_of_data
 
 if TYPE_CHECKING:
     from pretrain.planning.dryrun.rank import RankReport

@@ -19,8 +19,8 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from pretrain.run.trained_data import how_to_prepare, tokenizer_of
-from tools.given_text import text_in
-from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
+from tools.common.given_text import text_in
+from tools.common.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 from tools.scored_text import score_rank
 from tools.tables import compare_tables_rank, form_of, token_tables
 

@@ -19,11 +19,11 @@ from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_b
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from pretrain.run.trained_data import tokenizer_of
-from tools.given_text import text_in
-from tools.pace import Pace
-from tools.ranks import add_nproc, run_on_ranks, started_world_size
+from tools.common.given_text import text_in
+from tools.common.pace import Pace
+from tools.common.ranks import add_nproc, run_on_ranks, started_world_size
+from tools.common.words import size_in_words
 from tools.tables import form_of, token_tables
-from tools.words import size_in_words
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer

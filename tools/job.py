@@ -21,7 +21,7 @@ from slurm.profile import ClusterConfig, load_profile
 from slurm.records import AttemptFolder, FirstFailure, JobsFolder
 from slurm.rendezvous import meeting_point
 from tools import cli
-from tools.words import ending
+from tools.common.words import ending
 
 _BAD_NODES_FOUND = 1
 # Seconds for rank 0's start, where no check says it: importing from a busy disk takes minutes.

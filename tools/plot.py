@@ -13,8 +13,8 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.not_a_run import refuse_configuration
 from pretrain.train.health.memories import in_words
-from tools.drawing import draw_collapse, draw_losses, draw_usage, token_axes
-from tools.metrics import Curves, Point, curves, read_metrics
+from tools.common.drawing import draw_collapse, draw_losses, draw_usage, token_axes
+from tools.common.metrics import Curves, Point, curves, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError
 from pretrain.run.folder import RunFolder
-from tools.metrics import read_metrics
-from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
+from tools.common.metrics import read_metrics
+from tools.common.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.folder import SavedState

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
-from tools.words import aligned, plural
+from tools.common.words import aligned, plural
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer

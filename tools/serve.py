@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrain.convert.paths import check_source
 from pretrain.errors import ConfigError
-from tools.parsers import add_command
+from tools.common.parsers import add_command
 
 _EPILOG = """\
 examples:

@@ -22,9 +22,9 @@ from pretrain.run.rows import note_bad_row, parse_row
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
 from slurm.job_status import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
-from tools.parsers import add_command
-from tools.run_status import State, duration, find_runs, metrics_age_s, standing_of
-from tools.words import aligned, count_in_millions
+from tools.common.parsers import add_command
+from tools.common.run_status import State, duration, find_runs, metrics_age_s, standing_of
+from tools.common.words import aligned, count_in_millions
 
 _EPILOG = """\
 examples:
@@ -58,7 +58,7 @@ class StatusLine:
         tokens: tokens seen in training.
         loss, validation_loss: the newest ones, in nats per token.
         checkpoint: step of the newest complete checkpoint.
-        state, detail: standing of the run (`tools.run_status.Standing`).
+        state, detail: standing of the run (`tools.common.run_status.Standing`).
         metric_age_s: seconds since the metrics were written.
         stage: stage in which the last step was taken, in a run of stages.
         dropped_out: memories that have collapsed or are silent, in words.

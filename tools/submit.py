@@ -24,8 +24,8 @@ from slurm.profile import ClusterConfig, find_profile, load_profile
 from slurm.queue import QueuedJob, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
 from slurm.records import JobsFolder, jobs_folders
 from slurm.script import render_array
-from tools.parsers import add_command, add_config
-from tools.ranks import at_least_one_rank
+from tools.common.parsers import add_command, add_config
+from tools.common.ranks import at_least_one_rank
 from tools.sweep import axis, grid
 
 _EPILOG = """\

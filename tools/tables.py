@@ -17,9 +17,9 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, saved_config
-from tools.parsers import add_command
-from tools.vocabulary import with_vocabulary_of
-from tools.words import size_in_words
+from tools.common.parsers import add_command
+from tools.common.vocabulary import with_vocabulary_of
+from tools.common.words import size_in_words
 
 _EPILOG = """\
 examples:

@@ -25,10 +25,10 @@ from pretrain.run.saved_run import check_resumable, record_start, starting_check
 from pretrain.run.stop import StopRequest
 from pretrain.run.trained_stages import refuse_edited_past
 from pretrain.train.health.memories import in_words
-from tools.metrics import curves, read_metrics
-from tools.parsers import add_config, add_stage
-from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
-from tools.words import count_in_millions, plural
+from tools.common.metrics import curves, read_metrics
+from tools.common.parsers import add_config, add_stage
+from tools.common.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
+from tools.common.words import count_in_millions, plural
 
 if TYPE_CHECKING:
     import torch

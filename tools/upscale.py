@@ -18,8 +18,8 @@ from pretrain.growth.config import check_keys, grown_config
 from pretrain.growth.placement import PLACEMENTS
 from pretrain.growth.plan import METHODS, GrownBlock, Method, grown_blocks
 from tools.checkpoint.command import add_workers, opened, size_in_bytes
-from tools.parsers import add_command, positive
-from tools.words import plural, size_in_words
+from tools.common.parsers import add_command, positive
+from tools.common.words import plural, size_in_words
 
 if TYPE_CHECKING:
     from pretrain.growth.upscale import Grown

@@ -7,8 +7,8 @@ import argparse
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.errors import ConfigError
-from tools.parsers import add_stage
-from tools.vocabulary import with_vocabulary
+from tools.common.parsers import add_stage
+from tools.common.vocabulary import with_vocabulary
 
 
 def add_configs(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,8 @@ from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import hardware_file, load_hardware
-from tools.parsers import add_command, add_config, add_stage
-from tools.ranks import (
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.ranks import (
     add_nproc,
     current_rank_is_first,
     default_num_ranks,

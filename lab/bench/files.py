@@ -16,7 +16,7 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.engine.session import session
-from pretrain.engine.stored_tables import Waits
+from pretrain.engine.tables.stored_tables import Waits
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.memory import stage_bytes
 from tools.parameter_table import markdown_table

@@ -13,8 +13,8 @@ from pretrain.config.schema import ParallelConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.parsers import add_command, add_config, add_stage
-from tools.ranks import add_device, run_on_ranks
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.ranks import add_device, run_on_ranks
 from tools.tables import token_tables
 
 _GENERATE_EPILOG = """\

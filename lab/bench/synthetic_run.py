@@ -17,8 +17,8 @@ from pretrain.engine.build import build_chunks, unwrap, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.microbatch_graph import microbatch_graph
 from pretrain.engine.step import train_step
-from pretrain.engine.step_reads import StepReads
-from pretrain.engine.stored_tables import stored_tables_of
+from pretrain.engine.tables.step_reads import StepReads
+from pretrain.engine.tables.stored_tables import stored_tables_of
 
 
 class SyntheticRun:

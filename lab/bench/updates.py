@@ -19,7 +19,7 @@ from pretrain.engine.session import session
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
-from tools.drawing import model_colours, svg
+from tools.common.drawing import model_colours, svg
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:

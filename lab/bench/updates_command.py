@@ -14,8 +14,8 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.parsers import add_command, add_config, add_stage
-from tools.ranks import add_device, run_on_ranks
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.ranks import add_device, run_on_ranks
 
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {"tables": "adamw", "table_gradients": "dense", "table_gradient_dtype": "fp32"},

@@ -18,10 +18,10 @@ from parallel.machine.devices import num_visible_gpus
 from parallel.machine.refusals import check_can_write
 from pretrain.config.loader import to_yaml
 from pretrain.errors import ConfigError, UserError
-from tools.metrics import read_metrics
-from tools.parsers import add_command
-from tools.ranks import add_device, import_engine
-from tools.words import plural
+from tools.common.metrics import read_metrics
+from tools.common.parsers import add_command
+from tools.common.ranks import add_device, import_engine
+from tools.common.words import plural
 
 if TYPE_CHECKING:
     from lab.gpu_check.judge import Verdict

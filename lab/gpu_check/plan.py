@@ -10,7 +10,7 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
-from tools.words import plural
+from tools.common.words import plural
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -15,7 +15,7 @@ import torch
 from lab.gpu_check.plan import quickstart, with_keys
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from tools.words import plural
+from tools.common.words import plural
 
 NUM_STEPS = 3
 

@@ -27,8 +27,8 @@ from pretrain.config.validate import validate
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.sent import stages_sent
 from tools import cli
-from tools.vocabulary import with_vocabulary
-from tools.words import plural
+from tools.common.vocabulary import with_vocabulary
+from tools.common.words import plural
 
 if TYPE_CHECKING:
     from lab.maintenance.agreement import Figure

@@ -63,8 +63,10 @@ ALLOWED: Mapping[Command, Sequence[Allowance]] = {
         Allowance(
             Traffic.READ, "megatron.core.distributed.finalize_model_grads", 1, "chunk", "divides by targets, if any"
         ),
-        Allowance(Traffic.PINNED, "pretrain/engine/value_offload.py", 2, "window", "gradients come, weights go"),
-        Allowance(Traffic.WAIT, "pretrain/engine/value_offload.py", 1, "window", "the host steps what has arrived"),
+        Allowance(Traffic.PINNED, "pretrain/engine/tables/value_offload.py", 2, "window", "gradients come, weights go"),
+        Allowance(
+            Traffic.WAIT, "pretrain/engine/tables/value_offload.py", 1, "window", "the host steps what has arrived"
+        ),
     ),
     "evaluation": (
         _BATCH,
@@ -81,7 +83,11 @@ ALLOWED: Mapping[Command, Sequence[Allowance]] = {
     "restoring": (
         Allowance(Traffic.PAGEABLE, "pretrain/checkpoint/loading.py", 1, "item", "read from disk"),
         Allowance(
-            Traffic.PAGEABLE, "pretrain/engine/value_offload.py", 1, "window", "weights that the host keeps wider"
+            Traffic.PAGEABLE,
+            "pretrain/engine/tables/value_offload.py",
+            1,
+            "window",
+            "weights that the host keeps wider",
         ),
     ),
     "generation": (

@@ -11,9 +11,9 @@ from parallel.machine.devices import hide_gpus
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.parsers import add_command, add_config, add_stage
-from tools.vocabulary import with_vocabulary_of_data
-from tools.words import aligned
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.vocabulary import with_vocabulary_of_data
+from tools.common.words import aligned
 
 if TYPE_CHECKING:
     from lab.stand_in.watched import WatchedRank

@@ -8,8 +8,8 @@ from typing import Any
 
 from lab.suite.tasks import TASKS
 from pretrain.errors import ConfigError
-from tools.parsers import add_command, command_groups
-from tools.words import plural
+from tools.common.parsers import add_command, command_groups
+from tools.common.words import plural
 
 _EPILOG = """\
 examples:

@@ -59,7 +59,7 @@ ADAMW = Update("adamw", per_element=("exp_avg", "exp_avg_sq"))
 """Megatron's distributed optimizer over PyTorch's AdamW."""
 
 ROW_WISE = Update("row_wise", per_row=("row_exp_avg_sq", "row_last_update"), has_main_weights=False)
-"""AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.row_wise`). The moment
+"""AdamW's update of tables by a second moment per row, on the weights themselves (`pretrain.engine.tables.row_wise`). The moment
 is as of the last update in which the row was read; in fp32 the number of that is exact up to 2^24."""
 
 SCALE = "scale"

@@ -40,12 +40,12 @@ from pretrain.config.context_ways import context_way
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients
-from pretrain.engine.bf16_gradients import add_tables
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
-from pretrain.engine.row_gradients import apart_from_ddp, count_repeats
 from pretrain.engine.sole_owners import spare_sole_owners
-from pretrain.engine.stored_tables import StoredTables
-from pretrain.engine.table_gradients import add_after_last_lookup, add_beside_backward, make_gradient_stream
+from pretrain.engine.tables.bf16_gradients import add_tables
+from pretrain.engine.tables.row_gradients import apart_from_ddp, count_repeats
+from pretrain.engine.tables.stored_tables import StoredTables
+from pretrain.engine.tables.table_gradients import add_after_last_lookup, add_beside_backward, make_gradient_stream
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 

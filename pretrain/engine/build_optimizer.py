@@ -30,17 +30,17 @@ from pretrain.config.updates import (
     matrix_update,
     table_update,
 )
-from pretrain.engine.bf16_gradients import TableRoundings
 from pretrain.engine.build import unwrap
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer import MemoryDistributedOptimizer, MemoryOptimizer
 from pretrain.engine.optimizer_shards import leaves_by_parameter
-from pretrain.engine.read_rows import ReadRows, ReadTables, StoredRows
-from pretrain.engine.row_wise import OwnedRectangle, RowGroups, RowWise
-from pretrain.engine.stored_tables import stored_tables_of
+from pretrain.engine.tables.bf16_gradients import TableRoundings
+from pretrain.engine.tables.read_rows import ReadRows, ReadTables, StoredRows
+from pretrain.engine.tables.row_wise import OwnedRectangle, RowGroups, RowWise
+from pretrain.engine.tables.stored_tables import stored_tables_of
+from pretrain.engine.tables.value_offload import HostTables, host_adamw
 from pretrain.engine.update_rules import MakeRule
-from pretrain.engine.value_offload import HostTables, host_adamw
 
 # Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
 # reduced over different replicas, so Megatron needs an optimizer for each.
@@ -69,7 +69,7 @@ def build_optimizer(
     """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any.
 
     Raises:
-        ConfigError: see `pretrain.engine.value_offload.host_adamw`.
+        ConfigError: see `pretrain.engine.tables.value_offload.host_adamw`.
     """
     assigned = assign_groups(chunks)
     dense = _distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)

@@ -14,7 +14,7 @@ from parallel.groups import ParallelSizes
 from parallel.pipeline_layout import ModelChunk, model_chunks
 from pretrain.config.context_ways import Way, context_way
 from pretrain.config.schema import RunConfig
-from pretrain.engine.pipeline_copies import finalize_with_copies
+from pretrain.engine.tables.pipeline_copies import finalize_with_copies
 
 _TE_WAYS: dict[Way, str] = {"gather": "all_gather", "heads": "a2a", "ring": "p2p"}
 

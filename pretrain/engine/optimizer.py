@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from megamem.parameters import GroupName
 from pretrain.config.updates import TABLE_GROUPS
-from pretrain.engine.bf16_gradients import TableRoundings
 from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sums_of_squares
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
-from pretrain.engine.read_rows import ReadTables
+from pretrain.engine.tables.bf16_gradients import TableRoundings
+from pretrain.engine.tables.read_rows import ReadTables
 from pretrain.engine.update_rules import MakeRule, ReplicaRanges, Share, UpdateRule
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError

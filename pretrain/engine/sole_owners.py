@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
-from pretrain.engine.bf16_gradients import Bf16Part, Reduction
+from pretrain.engine.tables.bf16_gradients import Bf16Part, Reduction
 
 
 def spare_sole_owners(wrapped: DistributedDataParallel) -> None:

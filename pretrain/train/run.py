@@ -32,8 +32,8 @@ from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap
 from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.optimizer import MemoryOptimizer
-from pretrain.engine.step_reads import StepReads
-from pretrain.engine.stored_tables import StoredTables, stored_tables_of
+from pretrain.engine.tables.step_reads import StepReads
+from pretrain.engine.tables.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError
 from pretrain.planning.costs.formulas import training_flops_per_token

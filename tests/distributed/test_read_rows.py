@@ -27,7 +27,7 @@ from megamem.config import ModelConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.engine.row_gradients import row_gradient_of
+from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.errors import ConfigError
 
 NUM_STEPS = 3

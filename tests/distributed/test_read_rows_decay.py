@@ -30,7 +30,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.convert.listing import native_listing
 from pretrain.convert.native.format import NativeFormat
-from pretrain.engine.row_gradients import row_gradient_of
+from pretrain.engine.tables.row_gradients import row_gradient_of
 
 # 1.2e-6 on one processor, less on others: products round as their libraries choose.
 NUM_STEPS, TOLERANCE = 8, 3e-6

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
-from pretrain.engine.row_wise import RowWise
+from pretrain.engine.tables.row_wise import RowWise
 
 NUM_STEPS = 3
 LR, DECAY, BETA2, EPSILON = 0.01, 0.3, 0.9, 1e-4

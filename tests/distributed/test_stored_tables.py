@@ -34,7 +34,7 @@ from pretrain.checkpoint.write_plan import plan_writes
 from pretrain.config.schema import CheckpointConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.engine.step import evaluation_loss
-from pretrain.engine.stored_tables import Staged, StoredTable, StoredTables
+from pretrain.engine.tables.stored_tables import Staged, StoredTable, StoredTables
 from pretrain.errors import ConfigError
 from pretrain.train.health.replicas import differing_replicas
 from pretrain.train.loop import take_step
@@ -297,7 +297,7 @@ def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_
             with pytest.raises(RuntimeError, match="can't allocate memory"):
                 on_samples(device, groups)
             # The limit counts the stacks of threads, whether they are used or not.
-            with patch("pretrain.engine.table_files._READERS", 2):
+            with patch("pretrain.engine.tables.table_files._READERS", 2):
                 run = on_samples(stored, groups)
                 found = digest(run)
             # A thread copies an item at a time, as from a GPU.

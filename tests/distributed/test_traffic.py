@@ -25,7 +25,7 @@ from megamem.placement.sharing import BankSpec
 from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
-from pretrain.engine.pipeline_copies import sum_over_stages
+from pretrain.engine.tables.pipeline_copies import sum_over_stages
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.traffic import (
     LookupTraffic,

@@ -21,9 +21,9 @@ from torch import Tensor
 from pretrain.checkpoint.derived import main_name
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import TABLE_GROUPS
-from pretrain.engine import value_offload
 from pretrain.engine.build_optimizer import assign_groups
-from pretrain.engine.value_offload import HostAdamW, HostTables
+from pretrain.engine.tables import value_offload
+from pretrain.engine.tables.value_offload import HostAdamW, HostTables
 from tests.unit.needs import NEEDS_DEEPSPEED
 
 # So small that every share of a table is several windows, the last of them shorter.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.engine.stored_tables import StoredTables
+from pretrain.engine.tables.stored_tables import StoredTables
 
 NUM_ROWS = 100_000
 

@@ -23,7 +23,7 @@ from slurm_site import Site
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from tests.warm import import_kernels_and_layers
-from tools.ranks import import_engine
+from tools.common.ranks import import_engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

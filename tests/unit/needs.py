@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pretrain.engine.value_offload import has_deepspeed
+from pretrain.engine.tables.value_offload import has_deepspeed
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     not has_deepspeed() and os.environ.get("MEGAMEM_DEEPSPEED") != "required",

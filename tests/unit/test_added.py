@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import added
 from tools.cli import build_parser, main
+from tools.common import added
 
 ALONE = partial(build_parser, (), ())
 COMMAND = """

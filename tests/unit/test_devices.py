@@ -165,7 +165,7 @@ def is_available():
 torch.cuda.is_available = is_available
 for name in ("init", "_lazy_init", "device_count", "current_device", "get_device_properties", "get_device_capability"):
     setattr(torch.cuda, name, lambda *_, name=name: started.append(name) or 0)
-from tools.ranks import import_engine
+from tools.common.ranks import import_engine
 import_engine()
 # Asks in every build of torch, and the engine may do without it.
 from parallel.machine.devices import unseen_gpus

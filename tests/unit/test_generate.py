@@ -32,8 +32,8 @@ from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.costs.attention import cached_bytes_per_token
 from tools import generate as command
-from tools.pace import GenerationPass, Pace
-from tools.words import size_in_words
+from tools.common.pace import GenerationPass, Pace
+from tools.common.words import size_in_words
 
 VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
 

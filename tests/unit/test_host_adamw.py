@@ -15,8 +15,8 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from pretrain.config.schema import OptimizerConfig
-from pretrain.engine import value_offload
-from pretrain.engine.value_offload import HostAdamW, host_adamw
+from pretrain.engine.tables import value_offload
+from pretrain.engine.tables.value_offload import HostAdamW, host_adamw
 from pretrain.errors import ConfigError
 from tests.unit.needs import NEEDS_DEEPSPEED
 

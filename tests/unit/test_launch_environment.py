@@ -7,7 +7,7 @@ import pytest
 from parallel.processes.launch import threads_per_rank
 from parallel.processes.ranks import RankEnvironment, current_ranks, first_host, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig
-from tools.ranks import fewest_ranks
+from tools.common.ranks import fewest_ranks
 
 TORCHRUN = {
     "RANK": "3",

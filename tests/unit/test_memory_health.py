@@ -18,7 +18,7 @@ from pretrain.train.callback import Callback
 from pretrain.train.callbacks import MemoryWatch
 from pretrain.train.health.memories import MemoryFault, course, findings, in_words
 from tools.cli import main
-from tools.metrics import curves
+from tools.common.metrics import curves
 from tools.plot import draw
 
 EVEN = 0.908

@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.errors import ConfigError
 from tools.cli import main
-from tools.metrics import Curves, binned, curves
+from tools.common.metrics import Curves, binned, curves
 from tools.plot import draw
 
 ROWS: list[dict[str, Any]] = [

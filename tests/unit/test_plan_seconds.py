@@ -30,7 +30,7 @@ from pretrain.planning.costs.timing import TimePart, assumptions, beside_backwar
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables
 from tools import cli
-from tools.vocabulary import with_vocabulary
+from tools.common.vocabulary import with_vocabulary
 
 REPOSITORY = Path(__file__).parents[2]
 LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"

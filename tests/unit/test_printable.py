@@ -17,7 +17,7 @@ from pretrain.checkpoint.store.state_dict import StateDictReader
 from pretrain.errors import CheckpointError
 from pretrain.printable import printable, printable_lines
 from tools.cli import main as megamem
-from tools.words import aligned, ending
+from tools.common.words import aligned, ending
 
 # Clears the screen, names a line, and is half a surrogate pair: no encoding has it.
 NAME = "a\x1b[2J\nmegamem: all is well\ud800"

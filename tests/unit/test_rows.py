@@ -8,7 +8,7 @@ import pytest
 
 from pretrain.run.rows import numbered_rows, parse_row, read_rows
 from slurm.lead import last_step, lead_seconds
-from tools.metrics import read_metrics
+from tools.common.metrics import read_metrics
 
 BAD = {
     b"\xff": "has a byte that is not UTF-8 (0xff)",

@@ -22,7 +22,7 @@ SET_BY_A_TEST = {
     "pretrain.checkpoint.staging.CHUNK_BYTES": "unit/test_checkpoint_staging.py",
     "pretrain.engine.gradient_norms.NORM_PART_ELEMENTS": "unit/test_gradient_norms.py",
     "pretrain.engine.muon.ROUND_ELEMENTS": "distributed/test_muon.py",
-    "pretrain.engine.value_offload.WINDOW_ELEMENTS": "distributed/test_value_offload.py",
+    "pretrain.engine.tables.value_offload.WINDOW_ELEMENTS": "distributed/test_value_offload.py",
     "tools.status._BLOCK_BYTES": "unit/test_status.py",
 }
 """Constants that are small in one test alone, mostly as sums depend on them."""
@@ -30,8 +30,8 @@ AS_THEY_ARE = {
     "megamem.initialisation.random_fill._PARTS_AT_ONCE": "its test has a hundred parts",
     "pretrain.checkpoint.write_plan.ITEM_BYTES": "an argument of what its test calls",
     "pretrain.data.contents._ZSTD_BYTES_AT_ONCE": "half a kilobyte, of which files of tests have several",
-    "pretrain.engine.bf16_gradients._WINDOW_ELEMENTS": "its twin on CPUs is small",
-    "pretrain.engine.replica_rows._WINDOW_ELEMENTS": "its twin on CPUs is small",
+    "pretrain.engine.tables.bf16_gradients._WINDOW_ELEMENTS": "its twin on CPUs is small",
+    "pretrain.engine.tables.replica_rows._WINDOW_ELEMENTS": "its twin on CPUs is small",
     "pretrain.planning.costs.memory.CHUNK_BYTES": "a plan's copy of the engine's",
     "pretrain.planning.costs.memory.ITEM_BYTES": "a plan's copy of the engine's",
     "pretrain.planning.costs.memory.WINDOW_ELEMENTS": "a plan's copy of the engine's",

@@ -23,7 +23,7 @@ from pretrain.run.history import End, Start, read_history, write_event
 from pretrain.run.owner import LAPSE_S, Claim, look, owned
 from tools import status
 from tools.cli import main
-from tools.run_status import duration, find_runs, standing_of
+from tools.common.run_status import duration, find_runs, standing_of
 from tools.status import line_of, newest_row
 
 AT = "2026-01-01T00:00:00+00:00"

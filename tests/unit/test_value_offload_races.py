@@ -11,9 +11,9 @@ import torch
 from stream_races import HOST, Event, Races, Stream
 from torch import Tensor, nn
 
-from pretrain.engine import value_offload
+from pretrain.engine.tables import value_offload
+from pretrain.engine.tables.value_offload import HostAdamW, HostTables
 from pretrain.engine.update_rules import Share
-from pretrain.engine.value_offload import HostAdamW, HostTables
 
 WINDOW = 4
 

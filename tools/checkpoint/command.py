@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.parsers import add_command, positive
+from tools.common.parsers import add_command, positive
 
 if TYPE_CHECKING:
     from pretrain.convert.format import OpenedCheckpoint

@@ -17,7 +17,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.words import plural, size_in_words
+from tools.common.words import plural, size_in_words
 
 if TYPE_CHECKING:
     import torch

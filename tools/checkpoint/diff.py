@@ -9,7 +9,7 @@ from pretrain.convert.resources import Resources
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.words import plural, size_in_words
+from tools.common.words import plural, size_in_words
 
 _DIFFERENT = 1
 

@@ -10,8 +10,8 @@ from pretrain.config.loader import to_dict
 from pretrain.convert.listing import Listing, is_native, listing_of, native_listing
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
+from tools.common.words import size_in_words
 from tools.parameter_table import markdown_table
-from tools.words import size_in_words
 
 
 def run(args: argparse.Namespace) -> int:

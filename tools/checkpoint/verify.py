@@ -14,7 +14,7 @@ from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.words import plural, size_in_words
+from tools.common.words import plural, size_in_words
 
 if TYPE_CHECKING:
     from pretrain.convert.format import OpenedCheckpoint

@@ -14,9 +14,9 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.held import HeldBytes, held_bytes
 from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
-from tools.parsers import add_config
-from tools.ranks import add_device, ranks_for_stages
-from tools.words import plural
+from tools.common.parsers import add_config
+from tools.common.ranks import add_device, ranks_for_stages
+from tools.common.words import plural
 
 
 def add_check(actions: Any) -> None:

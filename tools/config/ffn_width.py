@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from tools.parsers import add_config
+from tools.common.parsers import add_config
 
 _MEASURES = {
     "flops": "forward FLOPs per token",

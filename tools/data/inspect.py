@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
 from pretrain.printable import printable
-from tools.parsers import add_command
-from tools.words import plural
+from tools.common.parsers import add_command
+from tools.common.words import plural
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
 from pretrain.printable import printable
+from tools.common.parsers import add_command
+from tools.common.words import plural
 from tools.data.inputs import FIELD, add_input_arguments, reads_as_text
 from tools.data.inspect import summary
-from tools.parsers import add_command
-from tools.words import plural
 
 if TYPE_CHECKING:
     from pretrain.data.conversations import MessagesField

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DataError
-from tools.parsers import add_command
-from tools.words import plural
+from tools.common.parsers import add_command
+from tools.common.words import plural
 
 _PACKAGE_EPILOG = """\
 examples:

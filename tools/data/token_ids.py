@@ -8,9 +8,9 @@ from typing import Any
 
 from pretrain.errors import DataError
 from pretrain.printable import printable
+from tools.common.parsers import add_command
+from tools.common.words import plural
 from tools.data.inputs import add_input_arguments, reads_as_text
-from tools.parsers import add_command
-from tools.words import plural
 
 _TOKENIZER_EPILOG = """\
 examples:

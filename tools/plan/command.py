@@ -33,9 +33,9 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.progress import Progress
-from tools.parsers import add_command, add_config, add_stage
+from tools.common.parsers import add_command, add_config, add_stage
+from tools.common.vocabulary import with_vocabulary_of_data
 from tools.plan.report import as_json, details, table
-from tools.vocabulary import with_vocabulary_of_data
 
 _EPILOG = """\
 examples:

@@ -8,7 +8,7 @@ from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.layouts import Estimate
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.timing import TimePart
-from tools.drawing import svg
+from tools.common.drawing import svg
 
 
 def save_picture(best: Estimate, hardware: Hardware, path: Path) -> None:

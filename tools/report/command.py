@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.machine.atomic_write import atomic_write
-from tools.parsers import add_command
-from tools.words import size_in_words
+from tools.common.parsers import add_command
+from tools.common.words import size_in_words
 
 _EPILOG = """\
 examples:

@@ -13,11 +13,11 @@ import numpy as np
 from pretrain.config.loader import flat, shown_at, to_dict
 from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
+from tools.common.run_status import duration
+from tools.common.words import count_in_millions, plural, size_in_words
 from tools.report.charts import ChartLine, Key, Mark, chart, colour_of, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
-from tools.run_status import duration
 from tools.templates import render
-from tools.words import count_in_millions, plural, size_in_words
 
 MOST_POINTS = 1000
 """Most points of a line."""

@@ -26,8 +26,8 @@ from pretrain.run.history import Incident, Start, read_history
 from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.rows import numbered_rows
 from pretrain.train.health.memories import MemoryFault, findings
-from tools.run_status import Standing, standing_of
-from tools.vocabulary import with_vocabulary_of
+from tools.common.run_status import Standing, standing_of
+from tools.common.vocabulary import with_vocabulary_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")
 """Figures in the rows of steps."""

@@ -26,9 +26,9 @@ from pretrain.config.validate import validate_layout
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
+from tools.common.parsers import add_command
+from tools.common.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
 from tools.evaluate import check_data
-from tools.parsers import add_command
-from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from lab.analysis.deciles import Deciles

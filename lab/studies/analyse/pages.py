@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tools.drawing import model_colours, svg
+from tools.common.drawing import model_colours, svg
+from tools.common.words import aligned
 from tools.templates import render
-from tools.words import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

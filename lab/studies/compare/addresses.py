@@ -15,7 +15,7 @@ from lab.studies.compare.runs import RunStopped
 from pretrain.config.schema import RunConfig
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint
-from tools.ranks import run_on_ranks
+from tools.common.ranks import run_on_ranks
 
 if TYPE_CHECKING:
     from pretrain.engine.step import LossSum

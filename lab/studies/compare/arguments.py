@@ -10,8 +10,8 @@ from pathlib import Path
 from lab.pages import Page
 from lab.studies.compare.controls import MEANINGS
 from pretrain.errors import ConfigError
-from tools.parsers import positive
-from tools.ranks import started_world_size
+from tools.common.parsers import positive
+from tools.common.ranks import started_world_size
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from lab.studies.compare.rules import (
 from lab.studies.compare.runs import RunStopped
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from tools.ranks import add_nproc, default_num_ranks, fewest_ranks
+from tools.common.ranks import add_nproc, default_num_ranks, fewest_ranks
 
 _EPILOG = """\
 examples:

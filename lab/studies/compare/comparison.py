@@ -32,9 +32,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
-from tools.drawing import svg
-from tools.ranks import import_engine
-from tools.vocabulary import with_vocabulary_of
+from tools.common.drawing import svg
+from tools.common.ranks import import_engine
+from tools.common.vocabulary import with_vocabulary_of
 
 
 class Comparison:

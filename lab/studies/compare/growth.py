@@ -24,9 +24,9 @@ from pretrain.growth.config import grown_config
 from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, GrownBlock, Method, grown_blocks
 from pretrain.run.folder import RunFolder
-from tools.drawing import svg
-from tools.ranks import default_num_ranks, import_engine
-from tools.vocabulary import with_vocabulary_of
+from tools.common.drawing import svg
+from tools.common.ranks import default_num_ranks, import_engine
+from tools.common.vocabulary import with_vocabulary_of
 
 _MEMORY_KEY = "model.memory."
 _WAY = {"insert": METHODS, "blocks": None, "placement": PLACEMENTS, "trained": ("inserted", "all"), "keys": None}

@@ -10,7 +10,7 @@ from lab.studies.compare import report as of_models
 from lab.studies.compare.rules import ModelFigures
 from lab.studies.compare.runs import RunResult
 from pretrain.config.schema import RunConfig
-from tools.drawing import NUM_BINS
+from tools.common.drawing import NUM_BINS
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lab.studies.compare.controls import MEANINGS, Controlled
 from lab.studies.compare.runs import RunResult
-from tools.drawing import model_colours
+from tools.common.drawing import model_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,8 @@ from lab.studies.compare.runs import RunResult
 from lab.studies.compare.tuning import Trial, Tuning
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_inline
-from tools.drawing import NUM_BINS, draw_losses, token_axes
-from tools.metrics import last_values
+from tools.common.drawing import NUM_BINS, draw_losses, token_axes
+from tools.common.metrics import last_values
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:

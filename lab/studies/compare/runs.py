@@ -13,8 +13,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, DataError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import saved_config, starting_checkpoint
-from tools.metrics import Curves, curves, read_metrics
-from tools.ranks import run_on_ranks
+from tools.common.metrics import Curves, curves, read_metrics
+from tools.common.ranks import run_on_ranks
 from tools.train import train_rank
 
 # Keys that may have changed since a run was made, because they move no loss but by rounding.

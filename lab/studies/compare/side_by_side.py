@@ -23,7 +23,7 @@ from parallel.processes.log_tail import log_tail
 from parallel.processes.parent_death import signal_on_parent_death
 from parallel.processes.stop_signals import STOP_SIGNALS
 from pretrain.errors import StoppedEarly, UserError
-from tools.words import ending
+from tools.common.words import ending
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from lab.studies.compare.tuning import Trial, Tuning
-from tools.drawing import model_colours
+from tools.common.drawing import model_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

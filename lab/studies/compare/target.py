@@ -16,7 +16,7 @@ from statistics import fmean
 from lab.studies.compare.runs import RunResult
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from tools.metrics import Point
+from tools.common.metrics import Point
 from tools.parameter_table import markdown_table
 
 LEVEL = 0.01

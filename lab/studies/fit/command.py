@@ -12,8 +12,8 @@ from lab.studies.fit.fits import fits, report
 from lab.studies.fit.picture import IN_WORDS, picture
 from lab.studies.fit.points import read_points
 from pretrain.errors import ConfigError
-from tools.drawing import svg
-from tools.parsers import add_command
+from tools.common.drawing import svg
+from tools.common.parsers import add_command
 
 _EPILOG = """\
 examples:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lab.studies.fit.fits import Fit
 from lab.studies.fit.points import RESOURCES, largest
-from tools.drawing import model_colours
+from tools.common.drawing import model_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
-from tools.vocabulary import with_vocabulary_of
+from tools.common.vocabulary import with_vocabulary_of
 
 RESOURCES = {"compute": "C, TFLOPs", "rows": "N, rows", "reads": "K, rows read per token"}
 """By the keys of amounts: symbols of the law, units and words."""

@@ -25,9 +25,9 @@ from lab.studies.recall.report import plot, report, table
 from lab.studies.recall.told import Told
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from tools.drawing import svg
-from tools.ranks import add_nproc, import_engine
-from tools.vocabulary import with_vocabulary_of
+from tools.common.drawing import svg
+from tools.common.ranks import add_nproc, import_engine
+from tools.common.vocabulary import with_vocabulary_of
 
 if TYPE_CHECKING:
     from lab.studies.recall.asking import Recall

@@ -10,7 +10,7 @@ from lab.facts import GUESS_NATS
 from lab.studies.compare.rules import ModelFigures, inequalities
 from lab.studies.recall.told import MOST_ASKED
 from pretrain.config.schema import RunConfig
-from tools.drawing import model_colours
+from tools.common.drawing import model_colours
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:

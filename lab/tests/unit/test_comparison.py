@@ -25,8 +25,8 @@ from lab.studies.compare.runs import RunResult, read_result, time_left
 from lab.studies.compare.tuning import Trial, Tuning
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
-from tools.drawing import svg
-from tools.metrics import Curves
+from tools.common.drawing import svg
+from tools.common.metrics import Curves
 
 CONFIG = RunConfig(
     name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))

@@ -31,8 +31,8 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from tools.drawing import svg
-from tools.metrics import Curves
+from tools.common.drawing import svg
+from tools.common.metrics import Curves
 
 TUNED = Path(__file__).parents[2] / "configs" / "compare" / "tuned"
 VOCAB_SIZE = 4096

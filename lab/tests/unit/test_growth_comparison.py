@@ -16,7 +16,7 @@ from lab.studies.compare.runs import RunResult
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
-from tools.metrics import Curves
+from tools.common.metrics import Curves
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "upscale"
 WAY = {"insert": "solar", "blocks": 2, "trained": "all"}

@@ -23,7 +23,7 @@ from pretrain.planning.costs.read_rows import scaled_bytes
 from pretrain.planning.costs.step import table_step_bytes
 from tests.deadline import launch_within
 
-UPDATES = ("pretrain/engine/row_wise.py", "kernels/row_squares/", "kernels/row_update/")
+UPDATES = ("pretrain/engine/tables/row_wise.py", "kernels/row_squares/", "kernels/row_update/")
 """Files whose operations update tables by row."""
 MEMORIES: dict[str, MemoryConfig] = {
     "Tucker cores": UltraMemV2Config(num_keys=1024, value_dim=128, pre_value_dim=64, top_k=128),

@@ -188,7 +188,7 @@ def windows_that_are_not_waited_for() -> Iterator[None]:
 def windows_with_an_early_event() -> Iterator[None]:
     import torch
 
-    from pretrain.engine.value_offload import HostTables
+    from pretrain.engine.tables.value_offload import HostTables
 
     def fetch(self: Any, index: int) -> None:
         shard, window = self._windows[index]
@@ -203,7 +203,7 @@ def windows_with_an_early_event() -> Iterator[None]:
 
 @contextmanager
 def windows_in_one_place() -> Iterator[None]:
-    from pretrain.engine.value_offload import HostTables
+    from pretrain.engine.tables.value_offload import HostTables
 
     make = HostTables.__init__
 
@@ -332,7 +332,7 @@ def races() -> dict[str, list[str]]:
 
     def main() -> dict[str, list[str]]:
         from lab.stand_in.watched import watched_run
-        from pretrain.engine import value_offload
+        from pretrain.engine.tables import value_offload
 
         def found(config: RunConfig, world: int, rank: int, *plants: Plant) -> list[str]:
             with ExitStack() as stack:

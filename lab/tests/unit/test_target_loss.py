@@ -21,7 +21,7 @@ from lab.studies.compare.target import (
 )
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
-from tools.metrics import Curves
+from tools.common.metrics import Curves
 
 CONFIG = RunConfig(
     name="a",

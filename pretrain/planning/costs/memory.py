@@ -22,7 +22,7 @@ ITEM_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 30
 """Bytes of a chunk of the buffer of an asynchronous save: `pretrain.checkpoint.staging` has the same."""
 WINDOW_ELEMENTS = 1 << 22
-"""Elements that pass through the host at a time: `pretrain.engine.value_offload` has the same."""
+"""Elements that pass through the host at a time: `pretrain.engine.tables.value_offload` has the same."""
 
 
 def stage_bytes(config: RunConfig, num_ranks: int, *, on_gpu: bool = True) -> tuple[StageBytes, ...]:

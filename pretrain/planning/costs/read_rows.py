@@ -21,7 +21,7 @@ from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Sta
 
 _SUM = 4
 WINDOW_ELEMENTS = 1 << 25
-"""Elements of sums of all replicas that are there at a time (`pretrain.engine.replica_rows`)."""
+"""Elements of sums of all replicas that are there at a time (`pretrain.engine.tables.replica_rows`)."""
 _PLACES = 8 + 8
 """Bytes per row of sums: its number in the table, and the sum that belongs to it."""
 _PLACE = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pretrain.engine.table_files import FileRecords, TableFiles
+from pretrain.engine.tables.table_files import FileRecords, TableFiles
 
 
 class NoFiles(TableFiles):

@@ -10,7 +10,7 @@ from pretrain.planning.costs.memory_parts import MemoryPart
 # Modules, and packages with all that is in them; the first that matches. Linears and norms are called from everywhere:
 # their callers decide.
 _BY_MODULE = (
-    ("pretrain.engine.value_offload", MemoryPart.HOST),
+    ("pretrain.engine.tables.value_offload", MemoryPart.HOST),
     ("pretrain.planning.dryrun.no_files", MemoryPart.FILES),
     ("pretrain.planning.dryrun.tables", MemoryPart.MEMORY),
     ("parallel.exchange", MemoryPart.EXCHANGE),

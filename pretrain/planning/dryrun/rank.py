@@ -31,9 +31,9 @@ from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer
-from pretrain.engine.row_gradients import row_gradient_of
 from pretrain.engine.step import Batch, train_step
-from pretrain.engine.stored_tables import StoredTable, stored_tables_of
+from pretrain.engine.tables.row_gradients import row_gradient_of
+from pretrain.engine.tables.stored_tables import StoredTable, stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.read_rows import has_scales

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pretrain.engine.step_reads import StepReads
-from pretrain.engine.stored_tables import Reads, Staged, StoredTable, StoredTables
+from pretrain.engine.tables.step_reads import StepReads
+from pretrain.engine.tables.stored_tables import Reads, Staged, StoredTable, StoredTables
 from pretrain.planning.dryrun.no_files import NoFiles
 
 T = TypeVar("T")

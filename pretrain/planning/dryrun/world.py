@@ -39,7 +39,7 @@ _ANSWERS: dict[str, Any] = {
     # Megatron's Float16Module: swapping fake tensors is refused where somebody refers to them weakly.
     "torch.utils.swap_tensors": _keep_converted,
     # Tables that are stepped on the host: by operations of PyTorch's, which know tensors without data.
-    "pretrain.engine.value_offload.has_deepspeed": lambda: False,
+    "pretrain.engine.tables.value_offload.has_deepspeed": lambda: False,
     # A mixture's dispatcher, which counts where the router sends tokens.
     DISPATCHER: balanced,
     # Tables in files, of which there are none.

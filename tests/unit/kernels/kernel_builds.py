@@ -21,7 +21,7 @@ from pretrain.config.stages import load_stages
 from tests.unit.kernels.machine_code.builds import CAPABILITIES, Launch, launcher, recorded
 from tests.unit.kernels.machine_code.launches import launches_of
 from tests.unit.kernels.machine_code.limits import compiles_alike, described, of_ones, problems, specialised
-from tools.vocabulary import with_vocabulary
+from tools.common.vocabulary import with_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 ALL = os.environ.get("MEGAMEM_BUILD_FOR") == "all"

@@ -17,7 +17,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ROW_WISE, has_bf16_gradients, keeps_rows, table_update
 from pretrain.planning.costs.pipeline_stages import Division
 from tests.unit.kernels.machine_code.builds import Launch, launcher, recorded
-from tools.ranks import fewest_ranks
+from tools.common.ranks import fewest_ranks
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

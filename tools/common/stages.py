@@ -8,7 +8,7 @@ from pretrain.config.position import batch_size_of_run, levels, steps_before, st
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.blend import domain_names
-from tools.words import aligned, count_in_millions
+from tools.common.words import aligned, count_in_millions
 
 _COLUMNS = 72
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

@@ -7,7 +7,7 @@ With g the gradient of a row w of V columns, at its update number t:
 
 That is AdamW without a first moment, whose second moment is the row's mean. A table's state is two numbers per row, where
 AdamW's takes 12 bytes per element: v is kept as of the last update s in which g was not 0, and is beta2^(t - s) v later.
-So a row that is not read is not touched, and an update by the rows that were read alone (`pretrain.engine.read_rows`) is
+So a row that is not read is not touched, and an update by the rows that were read alone (`pretrain.engine.tables.read_rows`) is
 this one, to the bit. bf16 weights have no fp32 main weights: they are rounded stochastically, by numbers
 that depend on the table, the update and the element's place in it, so that a run is the same on every layout.
 

@@ -19,8 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megamem.parameters import is_on_every_stage
-from pretrain.engine.bf16_gradients import windows
-from pretrain.engine.row_gradients import add_up_rows
+from pretrain.engine.tables.bf16_gradients import windows
+from pretrain.engine.tables.row_gradients import add_up_rows
 
 
 def finalize_with_copies(

@@ -2,7 +2,7 @@
 
 Megatron's DDP does not know of them: it would keep a dense gradient, and a copy of the weights while it makes one. Lookups
 are kept until a step's last backward pass, and then added up (`kernels.common.row_gradient`), by replicas together
-(`pretrain.engine.replica_rows`).
+(`pretrain.engine.tables.replica_rows`).
 
 A bank that layers of several stages read has a copy on each (`megamem.parameters.mark_copy`). Its rows are those of the tokens,
 which are the same on all stages: the copies have sums of the same rows in the same order, and add them up as they are.
@@ -25,7 +25,7 @@ from megamem.model import MemoryGPTModel
 from megamem.parameters import is_on_every_stage
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients, keeps_rows
-from pretrain.engine.replica_rows import add_up_replicas
+from pretrain.engine.tables.replica_rows import add_up_replicas
 
 
 def row_gradient_of(parameter: Tensor) -> RowGradient | None:

@@ -20,7 +20,7 @@ from parallel.groups import ParallelGroups
 from parallel.machine.multiprocessors import context_of_share
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.engine.bf16_gradients import Bf16Part
+from pretrain.engine.tables.bf16_gradients import Bf16Part
 from pretrain.errors import ConfigError
 
 

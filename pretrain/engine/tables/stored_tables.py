@@ -1,6 +1,6 @@
 """Tables that lie in files while they train (`optimizer.table_folder`).
 
-Tokens say which rows a step reads (`pretrain.engine.step_reads`). While a step runs, a thread finds the rows of the next one
+Tokens say which rows a step reads (`pretrain.engine.tables.step_reads`). While a step runs, a thread finds the rows of the next one
 and fetches them, weights and state; after the update it writes the step's own rows back. The thread does one thing after the other, so that a fetch sees
 all writes but the one of the step that it runs beside: rows that both steps read go from one to the other on the device.
 What a step computes with is to the bit what a table on the device would have given it.
@@ -30,14 +30,14 @@ from kernels.common.row_gradient import RowGradient
 from kernels.common.table_scale import scale_of
 from megamem.model import MemoryGPTModel
 from pretrain.config.updates import ROW_WISE
-from pretrain.engine.table_files import FileRecords, TableFiles
+from pretrain.engine.tables.table_files import FileRecords, TableFiles
 
 _ROWS_AT_A_TIME = 1 << 16
 """Rows of a file that are in memory at once where all of them change."""
 
 
 class Reads(Protocol):
-    """The way to the rows that a step reads: see `pretrain.engine.step_reads.StepReads`."""
+    """The way to the rows that a step reads: see `pretrain.engine.tables.step_reads.StepReads`."""
 
     def own_ids(self, samples: range) -> Tensor: ...
     def exchanged(self, own: Tensor) -> Tensor: ...

@@ -10,7 +10,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from pretrain.train.health.memories import COLLAPSED
-from tools.metrics import Curves, Point, binned, means
+from tools.common.metrics import Curves, Point, binned, means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

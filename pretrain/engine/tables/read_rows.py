@@ -1,6 +1,6 @@
 """Update of tables by the rows that a step read (`optimizer.table_gradients: rows`).
 
-Megatron's DDP does not know of these tables (`pretrain.engine.row_gradients`): norm, clipping and update work on the rows
+Megatron's DDP does not know of these tables (`pretrain.engine.tables.row_gradients`): norm, clipping and update work on the rows
 that were read.
 
 Legend: N rows that were read, W columns on this rank.
@@ -24,9 +24,9 @@ from kernels.common.table_scale import TableScale, scale_of
 from megamem.parameters import GroupName
 from pretrain.config.updates import SCALE
 from pretrain.engine.optimizer_shards import leaves_by_parameter, number_entry
-from pretrain.engine.row_gradients import row_gradient_of
-from pretrain.engine.row_wise import RowWise, rounding_of
-from pretrain.engine.stored_tables import StoredTables
+from pretrain.engine.tables.row_gradients import row_gradient_of
+from pretrain.engine.tables.row_wise import RowWise, rounding_of
+from pretrain.engine.tables.stored_tables import StoredTables
 from pretrain.engine.update_rules import MakeRule, Share, UpdateRule
 
 
@@ -123,7 +123,7 @@ class ReadRows(RowWise):
 
 
 class StoredRows(ReadRows):
-    """The update of tables that lie in files, whose rows of a step are on the device (`pretrain.engine.stored_tables`)."""
+    """The update of tables that lie in files, whose rows of a step are on the device (`pretrain.engine.tables.stored_tables`)."""
 
     def __init__(self, *arguments: Any, stored: StoredTables, **keywords: Any) -> None:
         """See `RowWise`.

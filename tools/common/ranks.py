@@ -14,7 +14,7 @@ from parallel.machine.devices import hide_gpus, num_visible_gpus, unseen_gpus
 from parallel.processes.ranks import current_ranks, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.run.started_ranks import started_ranks
-from tools.words import ending
+from tools.common.words import ending
 
 
 def default_num_ranks(parallel: ParallelConfig) -> int:

@@ -1,0 +1,1 @@
+"""Tables of memories in training: ways in which their gradients are added up, and in which they are updated, wherever they lie."""

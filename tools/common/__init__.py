@@ -1,0 +1,1 @@
+"""Parts that commands share: their options and words, a run's record and status, ranks, drawings."""
