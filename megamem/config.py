@@ -245,6 +245,12 @@ class ModelConfig(Config):
                     f"model.{key}.kind is {each.kind}, whose layers are inserted blocks or read their tables together: "
                     "such a family is the only one of its model, leave out model.second_memory"
                 )
+        if memory.ids_before and second.ids_before:
+            raise ValueError(
+                f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}, and both are addressed by "
+                "n-grams, of which a model has those of one family: set address: null for one of them, or leave "
+                "model.second_memory out"
+            )
         handing_on = [each for each in (memory, second) if each.placement.hands_on]
         if len(handing_on) == 2 and any(each.placement.query_group > 1 for each in handing_on):
             raise ValueError(

@@ -60,11 +60,16 @@ class Inputs:
         """[s, b] int64, the places in their sequences."""
         return self._read(1)
 
-    def addresses_of(self, place: int, num_heads: int) -> Tensor:
-        """[H, s, b] int64, the rows of the H heads of layer number `place` of its family in the chunk (`MemoryLayer.addresses`)."""
+    def addresses_of(self, first: int, num: int) -> Tensor:
+        """[num, s, b] int64, the addresses from number `first` on of those that the chunk's layers have made of the tokens
+        (`MemoryLayer.addresses`)."""
         assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"
-        first = _NUM_OWN + place * num_heads
-        return self.packed[first : first + num_heads]
+        return self.packed[_NUM_OWN + first : _NUM_OWN + first + num]
+
+    def with_addresses(self, addresses: Tensor) -> Inputs:
+        """Inputs with addresses [A, s, b] behind those that are there."""
+        assert self.packed is not None
+        return replace(self, packed=torch.cat((self.packed, addresses)))
 
     def _read(self, index: int) -> Tensor:
         assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"

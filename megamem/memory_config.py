@@ -285,6 +285,10 @@ class MemoryConfig(Config, ABC):
         """Token ids before its own that a token's rows depend on."""
         return 0
 
+    def num_addresses(self, num_layers: int) -> int:
+        """Integers that so many memory layers of a chunk make of every token (`MemoryLayer.addresses`)."""
+        return 0
+
     def ngrams(self, num_layers: int) -> Ngrams | None:
         """The n-grams that address the rows of a model with `num_layers` memory layers, if they do."""
         return None

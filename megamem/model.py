@@ -147,9 +147,11 @@ class MemoryGPTModel(GPTModel):
         self.model_config, self._token_halo = model, token_halo
         self._gives_turns = parts.rotated_heads is not None
         self.layers = layers
+        first_address = 0
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
-                layer.place = place
+                layer.place, layer.first_address = place, first_address
+            first_address += layers_of_family[0].memory.num_addresses(len(layers_of_family))
         if model.rotary_scaling is not None and model.rotary_width:
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
@@ -441,10 +443,7 @@ class MemoryGPTModel(GPTModel):
         found = [
             type(layers[0]).addresses(layers, packed[0], packed[1], halo) for layers in by_family(self.memory_layers)
         ]
-        # One family at the most, so that a layer's place among its own says where its addresses are.
-        addresses = [each for each in found if each is not None]
-        assert len(addresses) < 2
-        return torch.cat((packed, *addresses))
+        return torch.cat((packed, *(each for each in found if each is not None)))
 
     def _memory_sites(self) -> list[MemorySite]:
         """In the order of a forward pass, which ranks without a token follow."""

@@ -92,12 +92,16 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of [b, n, s, d], grouped queries beside their key/value head, as [b, s, n d]."""
+def attend(query: Tensor, key: Tensor, value: Tensor, apart: Tensor | None = None) -> Tensor:
+    """Causal softmax attention of [b, n, s, d], grouped queries beside their key/value head, as [b, s, n d]; tokens that are
+    `apart` [b, s, s] do not see each other.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
+    if apart is not None:
+        future = future | apart.unsqueeze(1)
     return (scores.masked_fill(future, -torch.inf).softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 

@@ -79,6 +79,11 @@ def token_tables(config: RunConfig, option: str) -> TokenTableConfig:
         ConfigError: it is another one; `option` was asked for.
     """
     if isinstance(config.model.memory, TokenTableConfig):
+        if config.model.memory.address is not None:
+            raise ConfigError(
+                f"{option} is for rows of token ids, which are known as soon as a text is, and model.memory.address is set: "
+                "leave the option out, and tables stay on the devices"
+            )
         return config.model.memory
     kind = "has no memory" if config.model.memory is None else f"has one of kind {config.model.memory.kind}"
     raise ConfigError(
@@ -107,7 +112,7 @@ def bytes_of(form: TableForm, config: RunConfig, memory: TokenTableConfig) -> in
     return sum(
         form.num_bytes(
             num_rows=bank.num_rows,
-            num_slots=memory.rows_per_token,
+            num_slots=memory.slots_per_address,
             width=memory.value_dim,
             element_bytes=config.train.element_bytes,
         )

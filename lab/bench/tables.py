@@ -104,7 +104,7 @@ def shape_of(config: RunConfig, memory: TokenTableConfig) -> Shape:
     """The shape of a model's tables."""
     record_bytes = memory.value_dim * config.train.element_bytes
     banks = config.model.memory_plan.banks
-    return Shape(len(banks), banks[0].num_rows // memory.rows_per_token, memory.rows_per_token, record_bytes)
+    return Shape(len(banks), banks[0].num_rows // memory.slots_per_address, memory.slots_per_address, record_bytes)
 
 
 def check_sizes(config: RunConfig, memory: TokenTableConfig, sizes: Sequence[int], folder: Path) -> None:
@@ -220,7 +220,7 @@ class _Bench:
             return FetchedRows(
                 self.shape.spread(records, spec.index, size),
                 PlainRows(self._memory.value_dim, dtype),
-                rows_per_token=self._memory.rows_per_token,
+                rows_per_token=self._memory.slots_per_address,
                 part=0,
                 num_parts=1,
                 device=device,

@@ -35,7 +35,7 @@ class Family(Generic[C]):
         config: its config, whose `kind` has the family's name as its default.
         layer_path: path of the class of its layers, `module:Class`, and not the class: torch and Megatron take seconds
             to load.
-        costs: costs of one layer with this view in a model of this hidden size.
+        costs: costs of one layer with this view in a model.
         distribution: distribution of a layer's parameter, given its own name; None for buffers, and for what the
             layer's `calibrate` sets.
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
@@ -50,7 +50,7 @@ class Family(Generic[C]):
 
     config: type[C]
     layer_path: str
-    costs: Callable[[C, LayerView, int], LayerCosts]
+    costs: Callable[[C, LayerView, ModelConfig], LayerCosts]
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)

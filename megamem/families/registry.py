@@ -16,6 +16,7 @@ from megamem.families.pkm.family import PKM
 from megamem.families.tide.family import TIDE
 from megamem.families.ultramem.family import ULTRAMEM
 from megamem.families.ultramem_v2.family import ULTRAMEM_V2
+from megamem.families.value_ngrams.family import VALUE_NGRAMS
 from megamem.memory_config import MemoryConfig
 
 FAMILIES: dict[str, Family[Any]] = {
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family[Any]] = {
         LINEAR,
         MOVE,
         LAVE,
+        VALUE_NGRAMS,
         TIDE,
         MIDUS,
         ENGRAM,

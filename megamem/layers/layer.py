@@ -53,6 +53,7 @@ class MemoryLayer(MegatronModule):
         usage: set while the run observes how its memory is used.
         halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
         place: its number among its family's layers of its chunk, which the model sets.
+        first_address: place of its family's addresses among those of a chunk (`Inputs.addresses_of`), which the model sets.
     """
 
     cores: Tensor | None
@@ -87,7 +88,7 @@ class MemoryLayer(MegatronModule):
         self.name = name
         self.memory, self.view, self.lookup = memory, view, lookup
         self.kernels, self.tensor_group, self.halo = kernels, tensor_group, halo
-        self.place = 0
+        self.place = self.first_address = 0
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights
         self.losses = AuxiliaryLosses(weights, token_group, parameter_device(config)) if weights.any else None
@@ -127,7 +128,8 @@ class MemoryLayer(MegatronModule):
             halo: reaches the tokens before those of this context-parallel rank.
 
         Returns:
-            [A, s, b] int64, which `Inputs.addresses_of` hands to each layer; None: none.
+            [A, s, b] int64, which `Inputs.addresses_of` hands to each layer; None: none. A is
+            `MemoryConfig.num_addresses` of so many layers.
         """
         return None
 
@@ -138,8 +140,15 @@ class MemoryLayer(MegatronModule):
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's own output for `hidden` [s, b, D], whatever else its slot or its chunk give it; its variance is
         measured at initialisation."""
-        out: Tensor = self(hidden, inputs)
+        out: Tensor = self(hidden, self.alone(inputs))
         return out
+
+    def alone(self, inputs: Inputs) -> Inputs:
+        """`inputs` of ids and positions, with the addresses of a chunk that has this layer alone."""
+        addresses = (
+            self.addresses([self], inputs.token_ids, inputs.positions, self.halo) if inputs.packed is not None else None
+        )
+        return inputs if addresses is None else inputs.with_addresses(addresses)
 
     def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor, *, router: Tensor | None = None) -> None:
         """Count what was read while the run observes it; arguments as of `LayerUsage.record`.

@@ -6,12 +6,13 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
+from megamem.config import ModelConfig
 from megamem.layer_costs import LayerCosts
 from megamem.placement.sharing import LayerView
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 
 
-def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:
+def tucker_costs(memory: TuckerConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries; D (B V + P) of projections.
 
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores. For
@@ -19,6 +20,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     their products with the cores, and for the balance of keys their probabilities; backward holds the gradients of all
     key scores twice, in fp32 and as those of the products.
     """
+    width = model.hidden_size
     keys = memory.num_key_vectors(view)
     queries, entries = memory.num_queries * memory.key_dim, memory.num_heads * memory.top_k
     projections = width * (memory.num_value_projections * memory.value_dim + memory.pre_value_dim)
@@ -48,12 +50,13 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     )
 
 
-def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
+def product_key_costs(memory: ProductKeyConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Product keys: d (2 H D + 2 H N) parameters of retrieval and a gain; D V of the value projection, D of the gate.
 
     The candidate grid is M^2 sums. With biases every projection has one. For backward are kept the queries before
     and after their norm, the scores of the kept entries, and for the balance of keys their probabilities.
     """
+    width = model.hidden_size
     entries = memory.num_heads * memory.top_k
     keys, queries = memory.num_key_vectors(view), memory.num_queries * memory.key_dim
     outputs = (width if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
+from megamem.addresses.ngrams import NgramAddressConfig
+from megamem.config_base import EffectiveWhen
 from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Scoring, Table
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span
@@ -26,9 +28,10 @@ attention's own; `hidden` is its input [t, b, D]."""
 
 @dataclass(frozen=True)
 class TokenTableConfig(MemoryConfig):
-    """A bank with `rows_per_token` consecutive rows for every token id.
+    """A bank with M consecutive rows, its slots, for every address: a token's id, or a hash of its n-grams.
 
-    Row v M + i belongs to the i-th of M slots of token v, so that a token reads one piece of memory.
+    Row v M + i belongs to the i-th of M slots of address v, so that a token reads one piece of memory for each of its
+    addresses.
     """
 
     scoring: ClassVar[Scoring | None] = Scoring.TOKENS
@@ -37,15 +40,31 @@ class TokenTableConfig(MemoryConfig):
     rows_are_known: ClassVar[bool] = True
     """By the tokens' ids."""
 
-    vocab_size: PositiveInt | None = None
+    address: NgramAddressConfig | None = None
+    """Addresses by hashes of the last tokens; null: the token's id is its one address."""
+    vocab_size: Annotated[
+        PositiveInt | None, EffectiveWhen(lambda c: c.address is None, "model.memory.address is null")
+    ] = None
     """Token ids that have rows; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""
     value_dim: PositiveInt = 128
     """V: columns of a row."""
 
     @property
     @abstractmethod
+    def slots_per_address(self) -> int:
+        """M: rows of an address."""
+
+    @property
     def rows_per_token(self) -> int:
-        """M: slots of a token id."""
+        """A M: rows that a token reads."""
+        return self.slots_per_address * (1 if self.address is None else self.address.num_addresses)
+
+    @property
+    def ids_before(self) -> int:
+        return 0 if self.address is None else self.address.ids_before
+
+    def num_addresses(self, num_layers: int) -> int:
+        return 0 if self.address is None else self.address.num_addresses
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -54,10 +73,12 @@ class TokenTableConfig(MemoryConfig):
     @property
     def num_rows(self) -> int:
         """Rows of a bank; 0 where they are left to a vocabulary that is not known (`sized`)."""
-        return (self.vocab_size or 0) * self.rows_per_token
+        num_addresses = (self.vocab_size or 0) if self.address is None else self.address.hashes.num_rows
+        return num_addresses * self.slots_per_address
 
     def sized(self, vocab_size: int) -> Self:
-        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
+        is_sized = self.vocab_size is not None or self.address is not None
+        return self if is_sized else replace(self, vocab_size=vocab_size)
 
     def check(self, backbone: Backbone) -> None:
         num_ids = backbone.vocab_size
@@ -69,11 +90,22 @@ class TokenTableConfig(MemoryConfig):
 
 
 @dataclass(frozen=True)
-class MixedValuesConfig(TokenTableConfig):
-    """Rows of the token are mixed into attention's values, weighted by gates of attention's input."""
+class ValuesConfig(TokenTableConfig):
+    """Rows of the token join attention's values."""
 
     slot: ClassVar[Slot | None] = VALUES
     """The values of attention."""
+
+    @abstractmethod
+    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
+        """Elements per token that a tensor-parallel rank hands to those that have the heads, of values with so many columns;
+        `follows_heads`: rows come to the ranks of their heads anyway."""
+
+
+@dataclass(frozen=True)
+class MixedValuesConfig(ValuesConfig):
+    """Rows of the token are mixed into attention's values, weighted by gates of attention's input."""
+
     follows_width: ClassVar[bool] = True
     """Rows are vectors, gates are made of the stream."""
     follows_heads: ClassVar[bool] = True
@@ -87,6 +119,9 @@ class MixedValuesConfig(TokenTableConfig):
     """Equal parts of the columns with gates of their own; one per key/value head is the paper's."""
     gated_standard_path: bool = True
     """Gate the attention's own value too; false: it enters as it is."""
+
+    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
+        return (0 if follows_heads else self.value_dim) + self.num_gate_heads * self.gated_standard_path
 
     @property
     def num_gates(self) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megamem.token_tables.codec import RowCodec
-from megamem.token_tables.rows import rows_of_tokens
+from megamem.token_tables.rows import rows_of_addresses
 
 
 class RowFetch(Protocol):
@@ -73,7 +73,9 @@ class FetchedRows:
         """See `RowFetch`."""
         self._wait()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="rows")
-        self._fetching = self._thread.submit(self._hold, rows_of_tokens(token_ids.unique(), self._rows_per_token))
+        self._fetching = self._thread.submit(
+            self._hold, rows_of_addresses(token_ids.unique().unsqueeze(0), self._rows_per_token)
+        )
 
     def table(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `RowFetch`."""

@@ -2,30 +2,26 @@
 
 Legend: s tokens of a sequence on this context-parallel rank and t of them on this tensor-parallel rank, b sequences, S =
 s b and T = t b, D hidden size, g key/value heads of this tensor-parallel rank, d head dimension, n parts of the columns of
-all ranks that have gates of their own (as a rule the key/value heads), M slots per token, V columns of all ranks.
+all ranks that have gates of their own (as a rule the key/value heads), M rows per token, V columns of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Self
-
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from torch import Tensor
 
 from megamem.inputs import Inputs
-from megamem.layers.layer import MemoryLayer
 from megamem.token_tables.config import MixedValuesConfig
-from megamem.token_tables.rows import rows_of_tokens
+from megamem.token_tables.layer import TokenTableLayer
 from megamem.width_config import Width
 
 
-class MixedValuesLayer(MemoryLayer):
+class MixedValuesLayer(TokenTableLayer):
     """V_S[h] = g_0[h] V[h] + sum_i g_i[h] E[w, i, h], with g = 2 sigmoid(x W_G) (MoVE, Eq. 1-4 and 6).
 
-    One gate per token, key/value head and slot, of the state x that also makes queries, keys and values. Without a gate
+    One gate per token, key/value head and row, of the state x that also makes queries, keys and values. Without a gate
     for the standard path g_0 is 1. The bank has a column for each of the values' columns, so grouped queries share
     mixed values, and those are what a cache of keys and values would hold.
 
@@ -38,14 +34,10 @@ class MixedValuesLayer(MemoryLayer):
     memory: MixedValuesConfig
 
     def _build(self, hidden_size: int, seed: int) -> None:
+        super()._build(hidden_size, seed)
         self.gate_proj = self._weight(
             self.memory.num_gate_heads * self.memory.num_gates, hidden_size, width=Width.INPUTS
         )
-
-    @classmethod
-    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
-        """See `MemoryLayer.rows_read`."""
-        return {layer.view.bank: rows_of_tokens(token_ids, layer.memory.rows_per_token) for layer in layers}
 
     def gates(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
         """g_0 [T, n] (None: it is 1) and g_1 .. g_M as [T, M, n], for `hidden` [t, b, D]."""
@@ -59,19 +51,19 @@ class MixedValuesLayer(MemoryLayer):
         """The mixed values [s, b, g, d], or latents [t, b, V]; `values` are those of attention and `hidden` [t, b, D] its
         input."""
         standard, gates = self.gates(hidden)
-        rows = rows_of_tokens(inputs.token_ids, self.memory.rows_per_token)
+        rows = self.rows(inputs)
         # This rank's share of the tokens, for all heads.
         rank, size = (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
         own = rows.chunk(size)[rank] if size > 1 else rows
-        if self._ranks_per_head > 1:
-            from_rows = self._of_shared_head(self.lookup.read(own, gates.contiguous(), None)).view(values.shape)
+        if self.ranks_per_head > 1:
+            from_rows = self.of_shared_head(self.lookup.read(own, gates.contiguous(), None)).view(values.shape)
         else:
             from_rows = self.lookup.read_heads(rows, gates.contiguous(), self.tensor_group).view(values.shape)
         self.observe(own, None, from_rows.flatten(0, 1).flatten(1))
         if standard is None:
             return values + from_rows
-        if self._ranks_per_head > 1:
-            standard = self._of_shared_head(standard)
+        if self.ranks_per_head > 1:
+            standard = self.of_shared_head(standard)
         elif size > 1:
             standard = all_to_all_sp2hp(standard.contiguous(), self.tensor_group)
         parts = values.flatten(2).unflatten(2, (standard.shape[1], -1))
@@ -83,26 +75,6 @@ class MixedValuesLayer(MemoryLayer):
         means = gates.float().mean(2)
         return means if standard is None else torch.cat((standard.float().mean(1, keepdim=True), means), 1)
 
-    @property
-    def _ranks_per_head(self) -> int:
-        """Tensor-parallel ranks that have the same key/value head, because there are more of them than heads."""
-        groups = self.config.num_query_groups
-        assert groups is not None
-        return 1 if self.tensor_group is None else max(1, self.tensor_group.size() // groups)
-
-    def _of_shared_head(self, own: Tensor) -> Tensor:
-        """[S, columns of one head] for the tokens of all ranks, of all heads' columns of this rank's own [T, columns].
-
-        In backward the ranks that have a head add up its gradients.
-        """
-        assert self.tensor_group is not None
-        every: Tensor = gather_from_sequence_parallel_region(own, group=self.tensor_group)
-        heads = self.config.num_query_groups
-        assert heads is not None
-        return every.chunk(heads, 1)[self.tensor_group.rank() // self._ranks_per_head]
-
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`: what is added to the values, [T, V]."""
-        return self.lookup.read(
-            rows_of_tokens(inputs.token_ids, self.memory.rows_per_token), self.gates(hidden)[1].contiguous(), None
-        )
+        return self.lookup.read(self.rows(self.alone(inputs)), self.gates(hidden)[1].contiguous(), None)

@@ -11,12 +11,13 @@ from megamem.placement.sharing import LayerView
 from megamem.token_tables.config import MixedValuesConfig
 
 
-def mixed_values_costs(memory: MixedValuesConfig, view: LayerView, width: int) -> LayerCosts:
+def mixed_values_costs(memory: MixedValuesConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """The gates, D n (M + 1), or D n M without one for the standard path.
 
     Backward needs the sigmoids, the gates, those of the slots once more as the lookup takes them, and what the standard
     path's are multiplied with.
     """
+    width = model.hidden_size
     weights = width * memory.num_gate_heads * memory.num_gates
     kept = memory.num_gate_heads * (2 * memory.num_gates + memory.rows_per_token)
     return LayerCosts(

@@ -102,7 +102,7 @@ class TablesInFolder:
         return _fetched(records, codec, self._memory, columns, device)
 
     def _bases(self, bank: int, stored: StoredBank, dtype: torch.dtype) -> torch.Tensor:
-        path, shape = _bases_file(self.folder, bank), (self._memory.rows_per_token, -1, stored.width)
+        path, shape = _bases_file(self.folder, bank), (self._memory.slots_per_address, -1, stored.width)
         try:
             return torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).view(shape)
         except (OSError, ValueError, RuntimeError) as error:
@@ -198,7 +198,7 @@ def _codec(
 ) -> RowCodec:
     try:
         return make_codec(
-            form, blocks, width=memory.value_dim, num_slots=memory.rows_per_token, dtype=dtype, bases=bases
+            form, blocks, width=memory.value_dim, num_slots=memory.slots_per_address, dtype=dtype, bases=bases
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -215,7 +215,7 @@ def _fetched(
     return FetchedRows(
         records,
         codec,
-        rows_per_token=memory.rows_per_token,
+        rows_per_token=memory.slots_per_address,
         part=columns.part,
         num_parts=columns.num_parts,
         device=device,

@@ -50,7 +50,9 @@ def export_all(run_ranks: Any, root: Path, models: Mapping[str, ModelConfig]) ->
                 (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
                 with torch.no_grad():
                     for parameter in chunk.parameters():
-                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                        # Tables that begin as zeros have large numbers of their own.
+                        scale = 0.1 if bool(parameter.any()) else 1.0
+                        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
                     chunk.begin_step()
                     logits[name] = chunk.eval()(tokens, positions, None)[..., :VOCAB_SIZE]
                     chunk.set_memory_enabled(False)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tiny_runs import MEMORY, SHARED
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary_config import RotaryScalingConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
@@ -19,6 +20,7 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.data.tokenizer import ByteTokenizer
@@ -173,6 +175,42 @@ MODELS: dict[str, ModelConfig] = {
     "tide": replace(BASE, memory=TideConfig(value_dim=HIDDEN, num_tables=3)),
     "tide, no gain, beside experts": replace(
         BASE, moe=MOE, memory=TideConfig(value_dim=HIDDEN, num_tables=2, row_gain=False)
+    ),
+    "move by n-grams": replace(
+        BASE,
+        memory=MoveConfig(
+            value_dim=BASE.query_groups * BASE.attention_head_dim,
+            num_gate_heads=2,
+            num_slots=2,
+            address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60),
+        ),
+    ),
+    "lave by n-grams, documents apart": replace(
+        BASE,
+        memory=LaveConfig(
+            value_dim=BASE.query_groups * BASE.attention_head_dim,
+            num_gate_heads=1,
+            address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41),
+            placement=PlacementConfig(every=2),
+        ),
+    ),
+    "value n-grams": replace(
+        BASE,
+        memory=ValueNgramsConfig(address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60), value_dim=6),
+    ),
+    "value n-grams in one head, documents apart": replace(
+        BASE,
+        memory=ValueNgramsConfig(
+            address=NgramAddressConfig(heads_per_order=2, num_rows=60),
+            value_dim=BASE.attention_head_dim // 2,
+            into="one_head",
+            gate_bias=True,
+            gate_channels=5,
+        ),
+    ),
+    "tide by n-grams": replace(
+        BASE,
+        memory=TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
     ),
     "engram and move": replace(
         BASE,

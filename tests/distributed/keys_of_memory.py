@@ -41,6 +41,7 @@ NAMES_OF_KINDS = {
     "linear_memory": {"query_proj", "keys"},
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
+    "value_ngrams": {"gate", "up_proj"},
     "tide": {"router"},
     "midus": {"keys", "expansion"},
     "engram": {"key_proj", "value_proj", "key_bias", "value_bias", "key_gain", "query_gain", "conv_gain", "conv"},
@@ -61,7 +62,19 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear_memory", "move", "lave", "tide", "midus", "engram"):
+for _kind in (
+    "ultramem",
+    "pkm",
+    "memory_plus",
+    "peer",
+    "linear_memory",
+    "move",
+    "lave",
+    "value_ngrams",
+    "tide",
+    "midus",
+    "engram",
+):
     _enter_kind(_kind)
 
 

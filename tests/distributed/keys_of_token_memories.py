@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from keys_table import (
     MEMORY,
@@ -20,10 +21,11 @@ from keys_table import (
     with_memory,
 )
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary import rotary_turns
 from megamem.config import LatentAttentionConfig
 from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
-from megamem.halo import WholeSequences
+from megamem.halo import UNCUT, WholeSequences
 from megamem.inputs import Inputs
 from megamem.placement.spans import PlacementConfig
 
@@ -117,6 +119,113 @@ def _(base: Subject, second: Subject) -> None:
     assert bool((base.weights["shared_read.gain"] == 1).all())
     assert same(base.logits(), second.logits())
     assert bool((base.steps[0].weights["shared_read.gain"] != 1).any())
+
+
+# Addresses of the same families by n-grams.
+
+MOVE_NGRAMS = with_kind(
+    "move", value_dim=32, num_gate_heads=4, address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=100)
+)
+MOVE_BIGRAMS = with_kind("move", value_dim=32, num_gate_heads=4, address=NgramAddressConfig(num_rows=100))
+
+
+def addresses_of(subject: Subject, ids: list[int]) -> list[list[int]]:
+    """[tokens][A] of one sequence."""
+    tokens, places = torch.tensor(ids).unsqueeze(1), torch.arange(len(ids)).unsqueeze(1)
+    found: list[list[int]] = type(subject.layer).addresses([subject.layer], tokens, places, UNCUT)[:, :, 0].T.tolist()
+    return found
+
+
+def sum_address(order: int, head: int, *ids: int, prime: int = 97) -> int:
+    """A token's address by its last ids, the token's own first."""
+    salt = 1 + 97 * (order - 2) + 7919 * head
+    multipliers = (1000003 + salt * 2654435761, 998244353 + salt * 40503, 911382323 + salt * 40503)
+    return sum(id * factor for id, factor in zip(ids, multipliers, strict=False)) % prime
+
+
+@TOKEN_MEMORIES.key("model.memory.address", NgramAddressConfig(num_rows=100), MOVE)
+def _(base: Subject, second: Subject) -> None:
+    """Two slots for every token id, or for every hash: 97 is the largest prime up to 100."""
+    assert base.shapes["banks.0.values"] == (2 * 70, 32)
+    assert second.shapes["banks.0.values"] == (2 * 97, 32)
+    assert base.memory_weights["gate_proj"].shape == second.memory_weights["gate_proj"].shape
+    assert addresses_of(second, [5, 60]) == [[sum_address(2, 0, 5, 0)], [sum_address(2, 0, 60, 5)]]
+
+
+@TOKEN_MEMORIES.key("model.memory.address.rules", "xor", MOVE_BIGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    """The last row of xor is that of a sequence's first token."""
+    assert addresses_of(base, [5, 60])[1] == [sum_address(2, 0, 60, 5)]
+    assert addresses_of(second, [5, 60]) == [[99], [(36313 * 60 ^ 27191 * 5) % 99]]
+    assert second.shapes["banks.0.values"] == (2 * 100, 32)
+
+
+@TOKEN_MEMORIES.key("model.memory.address.max_order", 4, MOVE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    """Gates for two slots of each hash, and one of the standard path."""
+    for subject, num_hashes in ((base, 4), (second, 6)):
+        assert subject.memory_weights["gate_proj"].shape == (4 * (2 * num_hashes + 1), 32)
+        assert subject.shapes["banks.0.values"] == (2 * 97, 32)
+    assert addresses_of(second, [5, 6, 7, 9])[3][:4] == addresses_of(base, [5, 6, 7, 9])[3]
+
+
+@TOKEN_MEMORIES.key("model.memory.address.heads_per_order", 3, MOVE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    ids = [5, 6, 7]
+    for subject, heads in ((base, 2), (second, 3)):
+        wanted = [
+            sum_address(order, head, 7, 6, *((5,) if order == 3 else ())) for order in (2, 3) for head in range(heads)
+        ]
+        assert addresses_of(subject, ids)[2] == wanted
+
+
+@TOKEN_MEMORIES.key("model.memory.address.num_rows", 200, MOVE_BIGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    for subject, prime in ((base, 97), (second, 199)):
+        assert subject.shapes["banks.0.values"] == (2 * prime, 32)
+        assert addresses_of(subject, [5, 60])[1] == [sum_address(2, 0, 60, 5, prime=prime)]
+
+
+VALUE_NGRAMS = with_kind(
+    "value_ngrams", value_dim=2, address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=100)
+)
+
+
+@TOKEN_MEMORIES.key("model.memory.into", "one_head", VALUE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    """Zeros at first: the first step moves rows alone, and then the other model's projection."""
+    assert base.memory_weights["up_proj"].shape == (32, 8)
+    assert base.memory_weights.keys() - second.memory_weights.keys() == {"up_proj"}
+    values, hidden = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 32)
+    for subject, heads in ((base, 4), (second, 1)):
+        layer: Any = subject.layer
+        inputs = layer.alone(Inputs(torch.tensor([[[3]], [[0]]])))
+        table = subject.model.banks["0"].get_parameter("values")
+        with torch.no_grad():
+            table.fill_(1.0)
+            added = layer(values, inputs, hidden)[0, 0]
+            table.zero_()
+        assert int(added.bool().any(1).sum()) == heads
+
+
+@TOKEN_MEMORIES.key("model.memory.gate_channels", 5, VALUE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    for subject, channels in ((base, 12), (second, 5)):
+        gate = subject.memory_weights["gate"]
+        assert gate.shape == (1, channels)
+        layer: Any = subject.layer
+        hidden = torch.arange(32.0).view(1, 1, 32)
+        wanted = torch.sigmoid((gate[0] * hidden[0, 0, :channels]).sum() / channels)
+        assert torch.allclose(layer.gates(hidden), wanted)
+
+
+@TOKEN_MEMORIES.key("model.memory.gate_bias", True, VALUE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    """At first -3, a gate of 1/21 without the rest."""
+    assert second.memory_weights.keys() - base.memory_weights.keys() == {"gate_bias"}
+    for subject, wanted in ((base, 0.5), (second, 1 / (1 + math.exp(3)))):
+        layer: Any = subject.layer
+        assert float(layer.gates(torch.zeros(1, 1, 32))) == pytest.approx(wanted)
 
 
 # Memories that n-grams address.

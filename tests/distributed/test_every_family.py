@@ -22,6 +22,7 @@ from tiny_runs import VOCAB_SIZE, build, joined
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.registry import FAMILIES
 from megamem.memory_config import MemoryConfig
@@ -94,6 +95,9 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"tucker_penalty_weight": 0.5},
     {"key_expansion": 2},
     {"value_projection": True},
+    {"address": NgramAddressConfig(max_order=3, num_rows=20), "vocab_size": None},
+    {"address": NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=20), "vocab_size": None, "value_dim": 1},
+    {"address": None, "vocab_size": VOCAB_SIZE + 3},
 )
 UNREAD = {
     "placement.position",
@@ -103,14 +107,18 @@ UNREAD = {
     "value_dim",
     "num_heads",
     "compressed_vocab_size",
+    "vocab_size",
 }
-"""Keys that some families refuse or do not read: they have a slot of their own, the backbone's widths, or no file."""
+"""Keys that some families refuse or do not read: they have a slot of their own, the backbone's widths, no file, or addresses that
+are no ids."""
 
 
 def models_of(kind: str) -> list[RunConfig]:
     """Models of a family on every backbone, and with other values of other keys, as far as it allows them."""
     names = {item.name for item in fields(FAMILIES[kind].config)}
     memory: MemoryConfig = FAMILIES[kind].config(**{name: size for name, size in SIZES.items() if name in names})
+    if getattr(memory, "address", None) is not None:
+        memory = set_key(memory, "vocab_size", None)
     found = [replace(DENSE, model=replace(DENSE.model, memory=memory))]
     for backbone in BACKBONES:
         with suppress(ValueError):
@@ -249,6 +257,7 @@ def first_step(config: RunConfig, groups: ParallelGroups) -> Step:
     with torch.enable_grad():
         run = build(config, groups)
         (bare,) = run.bare
+        begins_empty = not all(table.any() for bank in bare.own_banks for table in bank.parameters())
         before = {name: p.detach().double() for name, p in bare.named_parameters()}
         reads = [Reads() for _ in bare.memory_layers]
         for layer, told in zip(bare.memory_layers, reads, strict=True):
@@ -266,7 +275,6 @@ def first_step(config: RunConfig, groups: ParallelGroups) -> Step:
         if not learnt <= told_rows or len(learnt) < len(told_rows) / 2:
             step.misread.append(f"bank {bank}: rows {sorted(told_rows)} are told, and {sorted(learnt)} learn")
     settings = group_settings(0, config.optimizer, config.train)
-    inserted = config.model.memory is not None and config.model.memory.is_inserted
     for name, parameter in bare.named_parameters():
         group, gradient = group_of(name, parameter), step.gradients[name].double()
         lr, decay = settings[group]
@@ -275,7 +283,7 @@ def first_step(config: RunConfig, groups: ParallelGroups) -> Step:
             step.problems.append(f"{name} is in {group}")
         # Before weights of zeros nothing learns in a first step, nor does an expert without tokens.
         behind = before.get(name.removesuffix("_gain"), gradient + 1)
-        if not gradient.any() and not inserted and group != "experts" and behind.any():
+        if not gradient.any() and not begins_empty and group != "experts" and behind.any():
             step.problems.append(f"{name} gets no gradient")
         if not torch.allclose(parameter.detach().double(), expected, rtol=1e-5, atol=lr * 1e-4):
             step.problems.append(f"{name} moves elsewhere")
@@ -301,12 +309,22 @@ class Asked:
     misdeclared: list[RunConfig] = field(default_factory=list)
 
 
+def fill_empty_tables(chunk: MemoryGPTModel) -> None:
+    """Give tables that begin as zeros something to tell."""
+    generator = torch.Generator().manual_seed(1)
+    for table in (table for bank in chunk.own_banks for table in bank.parameters()):
+        if not table.any():
+            with torch.no_grad():
+                table.normal_(generator=generator)
+
+
 def ask(kind: str, groups: ParallelGroups) -> Asked:
     asked, bases = Asked(), models_of(kind)
 
     @cache
     def built(config: RunConfig) -> MemoryGPTModel:
         (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+        fill_empty_tables(chunk)
         counts = count_parameters(config.model).total, sum(p.numel() for p in chunk.parameters())
         if len(set(counts)) > 1:
             asked.miscounted.append(counts)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tiny_runs import SHARED, build_chunks, chunk_of, joined
 from torch import Tensor
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -32,6 +33,7 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
@@ -84,6 +86,23 @@ MODELS: dict[str, ModelConfig] = {
         SERVED, memory=EngramConfig(**NGRAMS, max_order=4, conv_kernel=3, placement=PlacementConfig(blocks=(0, 2)))
     ),
     "tide": replace(SERVED, memory=TideConfig(value_dim=SERVED.hidden_size, num_tables=3)),
+    "value n-grams in one head": replace(
+        SERVED,
+        memory=ValueNgramsConfig(
+            address=NgramAddressConfig(heads_per_order=2, num_rows=60),
+            value_dim=SERVED.attention_head_dim // 2,
+            into="one_head",
+            gate_bias=True,
+        ),
+    ),
+    "lave by n-grams": replace(
+        SERVED,
+        memory=LaveConfig(
+            value_dim=SERVED.query_groups * SERVED.attention_head_dim,
+            num_gate_heads=2,
+            address=NgramAddressConfig(max_order=4, heads_per_order=2, num_rows=90),
+        ),
+    ),
     "latents": LATENT,
     "lave over latents of values": replace(LATENT, memory=LaveConfig(value_dim=24, num_gate_heads=2)),
     "move over latents, beside experts": replace(
@@ -119,6 +138,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "ultramem, chunks and prefixes": ("ultramem", CHUNKED),
     "tide, chunks and prefixes": ("tide", CHUNKED),
     "engram, chunks and prefixes": ("engram", CHUNKED),
+    "lave by n-grams, chunks and prefixes": ("lave by n-grams", CHUNKED),
     **{
         f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
         for name in (
@@ -127,6 +147,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
             "lave over latents of values",
             "move",
             "lave",
+            "value n-grams in one head",
         )
     },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": MAPPED}),

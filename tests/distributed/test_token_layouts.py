@@ -12,11 +12,13 @@ import torch
 from tiny_runs import MEMORY, SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
 from torch import Tensor
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.shards import walk_shards
@@ -43,6 +45,28 @@ KINDS: dict[str, MemoryConfig | None] = {
     "tide, no gain, every second block": TideConfig(
         vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, row_gain=False, placement=PlacementConfig(every=2)
     ),
+    "move by n-grams": MoveConfig(
+        num_slots=2,
+        value_dim=16,
+        num_gate_heads=2,
+        address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60),
+    ),
+    "lave by n-grams, documents apart": LaveConfig(
+        value_dim=16, num_gate_heads=2, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41)
+    ),
+    "value n-grams": ValueNgramsConfig(
+        value_dim=6,
+        gate_channels=7,
+        address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60),
+        placement=PlacementConfig(every=2),
+    ),
+    "value n-grams, one head of two, documents apart": ValueNgramsConfig(
+        value_dim=4, into="one_head", gate_bias=True, address=NgramAddressConfig(heads_per_order=2, num_rows=60)
+    ),
+    "value n-grams, one key/value head": ValueNgramsConfig(
+        value_dim=5, address=NgramAddressConfig(max_order=3, num_rows=60)
+    ),
+    "tide by n-grams": TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
     "engram": NGRAMS,
     "engram beside experts": NGRAMS,
     "engram beside learned keys": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 2))),
@@ -93,12 +117,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # These meet every axis. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
 # it: tensor-parallel ranks share their heads, and stages their tables.
-EVERYWHERE = ("move", "lave", "tide", "latents, move", "engram", "engram beside learned keys")
+EVERYWHERE = (
+    "move",
+    "lave",
+    "tide",
+    "latents, move",
+    "engram",
+    "engram beside learned keys",
+    "move by n-grams",
+    "value n-grams",
+)
 BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block", "lave in blocks of learned keys"),
     "tensor 4": (
+        "value n-grams, one key/value head",
+        "lave by n-grams, documents apart",
+        "tide by n-grams",
         "move",
         "move, one key/value head",
         "move, one key/value head, gated",
@@ -112,6 +148,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "context 2 x memory 2": (
         *EVERYWHERE,
+        "value n-grams, one head of two, documents apart",
         "latents, engram",
         "move, ungated",
         "tide, no gain, every second block",
@@ -122,6 +159,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     FULL: (*EVERYWHERE, "engram, documents apart", "latents, move, no rotary columns"),
     SELECTIVE: (
         *EVERYWHERE,
+        "value n-grams, one head of two, documents apart",
         "move, ungated",
         "latents, of queries too, move",
         "latents, move, no rotary columns",
@@ -133,6 +171,10 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
+        "value n-grams",
+        "move by n-grams",
+        "lave by n-grams, documents apart",
+        "tide by n-grams",
         "engram",
         "engram, ple",
         "engram, documents apart",

@@ -21,6 +21,7 @@ from keys_table import Subject
 from tiny_runs import PRIVATE, SHARED, build, joined, on, tiny_run
 from torch import Tensor
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -32,6 +33,7 @@ from megamem.families.registry import FAMILIES
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.width_config import MupConfig
@@ -50,6 +52,7 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
     "move": lambda width: MoveConfig(value_dim=width, num_gate_heads=width // 8),
     "lave": lambda width: LaveConfig(value_dim=width, num_gate_heads=width // 8),
     "tide": lambda width: TideConfig(value_dim=width),
+    "value_ngrams": lambda width: ValueNgramsConfig(value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)),
     "engram": lambda width: EngramConfig(
         value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))
     ),

@@ -15,10 +15,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kernels.select import select_kernels
+from megamem.addresses.primes import is_prime
+from megamem.addresses.window import window
 from megamem.bank import Bank
-from megamem.families.engram.addresses import hashed_rows, window
+from megamem.families.engram.addresses import hashed_rows
 from megamem.families.engram.config import EngramConfig
-from megamem.families.engram.hashing import head_sizes, is_prime, numpy_multipliers, splitmix_multipliers
+from megamem.families.engram.hashing import head_sizes, numpy_multipliers, splitmix_multipliers
 from megamem.families.engram.layer import EngramLayer
 from megamem.families.engram.token_map import read_token_map
 from megamem.halo import WholeSequences
@@ -179,7 +181,7 @@ def test_layers_hash_alike_and_apart(golden_dir: Path, dtype: torch.dtype) -> No
     for place, case in enumerate(cases):
         case.layer.place = place
         recorded = tensors[f"mid.{case.of}hash_ids"] + case.layer.offsets
-        assert torch.equal(inputs.addresses_of(place, 4).permute(2, 1, 0), recorded)
+        assert torch.equal(inputs.addresses_of(4 * place, 4).permute(2, 1, 0), recorded)
         out = case.layer(stream, inputs)
         recorded_out = tensors[f"mid.{case.of}engram_out"].squeeze(2).transpose(0, 1)
         assert relative_error(out, recorded_out) <= TOLERANCE[dtype][0]

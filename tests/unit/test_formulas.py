@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -23,6 +24,7 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.retrieval.config import TuckerConfig
@@ -95,6 +97,31 @@ MODELS = {
     "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
     "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
+    "move by n-grams": replace(
+        DENSE,
+        memory=MoveConfig(
+            value_dim=16, num_gate_heads=2, address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=31)
+        ),
+    ),
+    "tide by n-grams": replace(
+        DENSE,
+        memory=TideConfig(
+            value_dim=32, num_tables=2, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=20)
+        ),
+    ),
+    "value n-grams": replace(
+        DENSE, memory=ValueNgramsConfig(value_dim=5, address=NgramAddressConfig(max_order=3, num_rows=31))
+    ),
+    "value n-grams in one head, every second block": replace(
+        DENSE,
+        memory=ValueNgramsConfig(
+            value_dim=4,
+            into="one_head",
+            gate_bias=True,
+            address=NgramAddressConfig(heads_per_order=2, num_rows=31),
+            placement=PlacementConfig(every=2),
+        ),
+    ),
     "engram": replace(DENSE, memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6)),
     "engram, no convolution, no biases": replace(
         DENSE,
@@ -294,7 +321,7 @@ def _part_of(name: str) -> str:
         part in name
         for part in (
             *("value_proj", "value_bias", "silu_gate", "output_gate"),
-            *("gate_proj", "memory.router", "memory.expansion", "shared_read"),
+            *("gate_proj", "memory.up_proj", "memory.router", "memory.expansion", "shared_read"),
         )
     ):
         return "memory_projections"

@@ -22,7 +22,7 @@ from megamem.token_tables.codec import FactoredRows, PlainRows, QuantisedRows, m
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows
 from megamem.token_tables.form import parse_form
-from megamem.token_tables.rows import rows_of_tokens
+from megamem.token_tables.rows import rows_of_addresses
 
 CPU = torch.device("cpu")
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
@@ -150,7 +150,7 @@ def fetched_bank(memory: TokenTableConfig, values: Tensor, columns: tuple[int, i
     rows = FetchedRows(
         codec.encode(0, values).numpy(),
         codec,
-        rows_per_token=memory.rows_per_token,
+        rows_per_token=memory.slots_per_address,
         part=columns[0],
         num_parts=columns[1],
         device=CPU,
@@ -175,13 +175,13 @@ def test_fetched_rows_give_the_same_sums_to_the_bit(memory: TokenTableConfig, dt
     resident, fetched = fetched_bank(memory, values)
     assert not list(fetched.parameters())
     assert not fetched.sharded_state_dict(prefix="banks.0.")
-    num_slots, num_bins = memory.rows_per_token, memory.lookup.bins
+    num_slots, num_bins = memory.slots_per_address, memory.lookup.bins
     for number in range(6):
         ids = torch.randint(40, (3, 5), generator=generator)
         # Announced, announced as another's, and not at all.
         if number % 3 < 2:
             fetched.announce(ids if number % 3 == 0 else ids + 1 - 2 * (ids == 39).long())
-        rows = rows_of_tokens(ids, num_slots)
+        rows = rows_of_addresses(ids.unsqueeze(0), num_slots)
         scores = torch.randn(15, num_slots, memory.lookup.scores, generator=generator).to(dtype)
         bins = torch.arange(num_slots).expand_as(rows).contiguous() if num_bins > 1 else None
         for _ in range(2):
@@ -228,13 +228,13 @@ def test_a_context_that_grows_fetches_the_new_token_alone() -> None:
     for token, num_rows in ((None, 9), (11, 12), (7, 12), (12, 15)):
         context += [] if token is None else [token]
         rows.announce(torch.tensor([context]))
-        wanted = rows_of_tokens(torch.tensor(context), 3)
+        wanted = rows_of_addresses(torch.tensor([context]), 3)
         held, places = rows.table(wanted)
         assert torch.equal(held[places], table[wanted])
         assert (codec.num_rows, len(held)) == (num_rows, 3 * len(set(context)))
     # Rows that left the context are not held any more.
     rows.announce(torch.tensor([5]))
-    assert len(rows.table(rows_of_tokens(torch.tensor([5]), 3))[0]) == 3
+    assert len(rows.table(rows_of_addresses(torch.tensor([[5]]), 3))[0]) == 3
 
 
 def test_rows_that_nobody_announced_do_not_pile_up() -> None:

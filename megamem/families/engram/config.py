@@ -144,6 +144,9 @@ class EngramConfig(MemoryConfig):
     def slot_names(self) -> tuple[str, ...]:
         return ("gate",)
 
+    def num_addresses(self, num_layers: int) -> int:
+        return num_layers * self.num_heads
+
     def ngrams(self, num_layers: int) -> Ngrams:
         epsilons = (self.key_epsilon, self.query_epsilon, self.conv_epsilon)
         return Ngrams(self.max_order, self.boundary_id, self.cuts_at_boundary, self.sizes(num_layers), epsilons)

@@ -13,12 +13,13 @@ from .config import EngramConfig
 from .released import released_module
 
 
-def _costs(memory: EngramConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: EngramConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Key and value projections, 2 E D and their biases, two gains, and the convolution's taps with a gain.
 
     The score of a token is as many operations as a tap. Backward needs keys, values and the gated value, and what the
     convolution reads and gives; of fp32, scores and the convolution's output, behind which SiLU is.
     """
+    width = model.hidden_size
     taps = memory.conv_kernel
     product, bias = memory.memory_width * width, width * memory.projection_biases
     convolution = (taps + 1) * width if taps else 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megamem.addresses.primes import is_prime
+
 _LAYER_STRIDE = 10007
 """Seeds of neighbouring layers are so far apart, in both codes."""
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
-"""Miller-Rabin with these bases is exact below 3.3e24."""
 
 
 def multipliers_of(rules: str, num: int, num_ids: int, seed: int, layer_index: int, block: int) -> tuple[int, ...]:
@@ -73,26 +73,3 @@ def head_sizes(budgets: Sequence[int], heads_per_order: int, num_layers: int) ->
             next_of[budget] = candidate
         layers.append(tuple(sizes))
     return tuple(layers)
-
-
-def is_prime(number: int) -> bool:
-    """Tell whether a number below 3.3e24 is prime."""
-    if number < 2:
-        return False
-    for witness in _WITNESSES:
-        if number % witness == 0:
-            return number == witness
-    odd, twos = number - 1, 0
-    while odd % 2 == 0:
-        odd, twos = odd // 2, twos + 1
-    for witness in _WITNESSES:
-        power = pow(witness, odd, number)
-        if power in (1, number - 1):
-            continue
-        for _ in range(twos - 1):
-            power = power * power % number
-            if power == number - 1:
-                break
-        else:
-            return False
-    return True

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.addresses.window import window
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
@@ -22,7 +23,7 @@ from megamem.parameters import parameter_device
 from megamem.placement.spans import resolve_placement
 from megamem.width_config import Width
 
-from .addresses import hashed_rows, window
+from .addresses import hashed_rows
 from .config import EngramConfig
 from .convolution import causal_convolution
 from .hashing import multipliers_of
@@ -118,7 +119,9 @@ class EngramLayer(MemoryLayer):
         return self.gate(hidden, self._read_for(hidden, self._rows(inputs))).flatten().unsqueeze(1)
 
     def _rows(self, inputs: Inputs) -> Tensor:
-        return inputs.addresses_of(self.place, self.memory.num_heads).flatten(1).t().contiguous()
+        heads = self.memory.num_heads
+        first = self.first_address + self.place * heads
+        return inputs.addresses_of(first, heads).flatten(1).t().contiguous()
 
     def _read_for(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self.read(rows, hidden.dtype).view(*hidden.shape[:2], self.memory.memory_width)
@@ -157,10 +160,3 @@ class EngramLayer(MemoryLayer):
         return causal_convolution(
             halo.extended(normal, width), self.conv, inputs.positions, dilation=self.memory.max_order, width=width
         )
-
-    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """See `MemoryLayer.initial_output`; rows are those of the tokens' own n-grams."""
-        rows = self.addresses([self], inputs.token_ids, inputs.positions, self.halo)
-        assert inputs.packed is not None
-        out: Tensor = self(hidden, Inputs(torch.cat((inputs.packed, rows))))
-        return out

@@ -19,7 +19,7 @@ class LaveConfig(MixedValuesConfig):
     """Gate the attention's own value too; false: it enters as it is."""
 
     @property
-    def rows_per_token(self) -> int:
+    def slots_per_address(self) -> int:
         return 1
 
     def plan(self, num_layers: int) -> SharingPlan:

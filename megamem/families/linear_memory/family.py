@@ -13,12 +13,13 @@ from megamem.layer_costs import LayerCosts
 from megamem.placement.sharing import LayerView
 
 
-def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: LinearConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Queries, H d D, and keys, H d N, every one of which a token is scored against.
 
     For backward are kept the queries, the scores of the kept entries and what was read; backward holds the gradients of
     all scores. The selection sorts them: scores before and after, and where they were, of 8 bytes.
     """
+    width = model.hidden_size
     entries, queries = memory.num_heads * memory.top_k, memory.num_heads * memory.key_dim
     weights, scores = queries * (width + memory.num_rows), memory.num_heads * memory.num_rows
     return LayerCosts(

@@ -32,11 +32,12 @@ _META = meta_names(
 )
 
 
-def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: MemoryPlusConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Product keys and the silu gate's V D weights; backward needs the gate before and after, and its product."""
+    width = model.hidden_size
     gate = width * memory.value_dim
     biases = memory.value_dim if memory.biases else 0
-    return product_key_costs(memory, view, width) + LayerCosts(
+    return product_key_costs(memory, view, model) + LayerCosts(
         projections=gate + biases,
         projection_flops=2.0 * gate,
         kept_narrow=3 * memory.value_dim,

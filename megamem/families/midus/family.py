@@ -10,13 +10,14 @@ from megamem.layer_costs import LayerCosts
 from megamem.placement.sharing import LayerView
 
 
-def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: MidusConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Keys, N D, expansions, V D, and gains and biases of normalised queries, 2 D: the heads together are as wide as
     the model.
 
     The candidate grid is K^2 sums per head. For backward are kept the queries by side, the scores of the kept entries,
     and what was read; where queries are normalised, also they themselves and what gains multiply.
     """
+    width = model.hidden_size
     entries, keys = memory.num_heads * memory.top_k, memory.num_keys * width
     expansion = memory.value_dim * width
     norm = 2 * width if memory.query_norm == "layer" else 0

@@ -21,7 +21,7 @@ class MoveConfig(MixedValuesConfig):
     """M: value embeddings of a token id (half the layers is the paper's x1)."""
 
     @property
-    def rows_per_token(self) -> int:
+    def slots_per_address(self) -> int:
         return self.num_slots
 
     def plan(self, num_layers: int) -> SharingPlan:

@@ -24,17 +24,17 @@ class TideConfig(TokenTableConfig):
     kind: Literal["tide"] = "tide"
     """tide: tables indexed by the token, beside the feed-forward of every layer."""
     num_tables: PositiveInt = 8
-    """K: tables, each with a row per token id; the router has one place more, for adding nothing."""
+    """Tables, each with a row per token id, or per address; the router has one place more, for adding nothing."""
     row_gain: bool = True
     """Multiply normalised rows by a learned gain, one vector per table; false: rows have mean square 1."""
 
     @property
-    def rows_per_token(self) -> int:
+    def slots_per_address(self) -> int:
         return self.num_tables
 
     @property
     def lookup(self) -> LookupShape:
-        return LookupShape(self.num_tables, bins=self.num_tables, learns_scores=False)
+        return LookupShape(self.rows_per_token, bins=self.rows_per_token, learns_scores=False)
 
     @property
     def observed(self) -> ObservedQuantities:
@@ -42,7 +42,7 @@ class TideConfig(TokenTableConfig):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        return (*(str(table) for table in range(1, self.num_tables + 1)), "null")
+        return (*(str(table) for table in range(1, self.rows_per_token + 1)), "null")
 
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(self.num_rows, num_layers, on_every_stage=True)

@@ -11,20 +11,21 @@ from megamem.placement.sharing import LayerView
 from .config import TideConfig
 
 
-def _costs(memory: TideConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: TideConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """The router, D (K + 1), and the weighted sum of K rows."""
-    router = width * (memory.num_tables + 1)
-    return LayerCosts(projections=router, projection_flops=2.0 * (router + memory.num_tables * width))
+    width = model.hidden_size
+    router = width * (memory.rows_per_token + 1)
+    return LayerCosts(projections=router, projection_flops=2.0 * (router + memory.rows_per_token * width))
 
 
 def _shared_parameters(memory: TideConfig, width: int) -> int:
     """The gains, K D."""
-    return memory.num_tables * width if memory.row_gain else 0
+    return memory.rows_per_token * width if memory.row_gain else 0
 
 
 def _shared_kept_wide(memory: TideConfig, width: int) -> int:
     """The rows before their norm, K D; and behind it, where gains are trained on them."""
-    return (2 if memory.row_gain else 1) * memory.num_tables * width
+    return (2 if memory.row_gain else 1) * memory.rows_per_token * width
 
 
 def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribution:

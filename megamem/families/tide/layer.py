@@ -1,12 +1,12 @@
 """TIDE's layers, and what they share.
 
-Legend: t tokens of a sequence on this rank, b sequences, T = t b, D hidden size, K tables.
+Legend: t tokens of a sequence on this rank, b sequences, T = t b, D hidden size, K rows of a token: one of each table, for each of its
+addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Self
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megamem.bank import TableLookup
 from megamem.inputs import Inputs
-from megamem.layers.layer import MemoryLayer
 from megamem.layers.shared_read import SharedRead
-from megamem.token_tables.rows import rows_of_tokens
+from megamem.token_tables.layer import TokenTableLayer
+from megamem.token_tables.rows import rows_of_inputs
 from megamem.width_config import Width
 
 from .config import TideConfig
@@ -29,51 +29,45 @@ class TideRead(SharedRead):
 
     def _build(self, hidden_size: int) -> None:
         if self.memory.row_gain:
-            self.gain = self._weight(self.memory.num_tables, hidden_size)
+            self.gain = self._weight(self.memory.rows_per_token, hidden_size)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """[t, b, K, D] for the tokens of `inputs` [t, b]."""
-        normal = read_normalised(
-            self.lookup, inputs.token_ids, self.memory.num_tables, self.epsilon, self.config.params_dtype
-        )
+        # No other family is in the model, so the addresses are the first.
+        rows = rows_of_inputs(inputs, self.memory)
+        read = read_normalised(self.lookup, rows, self.epsilon, self.config.params_dtype)
+        normal = read.view(*inputs.token_ids.shape, *read.shape[1:])
         return (normal * self.gain if self.memory.row_gain else normal).to(self.config.params_dtype)
 
 
-def read_normalised(
-    lookup: TableLookup, token_ids: Tensor, num_tables: int, epsilon: float, dtype: torch.dtype
-) -> Tensor:
-    """RMSNorm(E_k[w]) without a gain, [t, b, K, D] in at least fp32, for token ids [t, b] and rows of `dtype`."""
-    rows = rows_of_tokens(token_ids, num_tables)
+def read_normalised(lookup: TableLookup, rows: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm(E_k[w]) without a gain, [T, K, D] in at least fp32, for `rows` [T, K] of `dtype`."""
+    num_rows = rows.shape[1]
     # A sum of its own for each row.
-    bins = torch.arange(num_tables, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
+    bins = torch.arange(num_rows, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
     ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
-    read = lookup.read(rows, ones, None, bins, num_tables)
+    read = lookup.read(rows, ones, None, bins, num_rows)
     # The width in full: there may be no token to infer it from.
-    read = read.view(*token_ids.shape, num_tables, read.shape[1] // num_tables)
+    read = read.view(len(rows), num_rows, read.shape[1] // num_rows)
     wide = read.to(torch.promote_types(read.dtype, torch.float32))
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 
 
-class TideLayer(MemoryLayer):
+class TideLayer(TokenTableLayer):
     """sum_k alpha_k M_k with alpha = softmax(W_r n) over K + 1 places, the last of which adds nothing (Eq. 3.5, 3.6)."""
 
     memory: TideConfig
 
     def _build(self, hidden_size: int, seed: int) -> None:
-        self.router = self._weight(self.memory.num_tables + 1, hidden_size, width=Width.INPUTS)
-
-    @classmethod
-    def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
-        """See `MemoryLayer.rows_read`."""
-        return {layer.view.bank: rows_of_tokens(token_ids, layer.memory.rows_per_token) for layer in layers}
+        super()._build(hidden_size, seed)
+        self.router = self._weight(self.memory.rows_per_token + 1, hidden_size, width=Width.INPUTS)
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.forward`."""
         weights = self.weights(hidden)
         out = torch.matmul(weights[..., None, :-1], inputs.shared).squeeze(-2)
         if self.usage is not None:
-            rows = rows_of_tokens(inputs.token_ids, self.memory.num_tables)
-            self.observe(rows, None, out.flatten(0, 1), router=weights.flatten(0, 1))
+            self.observe(self.rows(inputs), None, out.flatten(0, 1), router=weights.flatten(0, 1))
         return out
 
     def weights(self, hidden: Tensor) -> Tensor:
@@ -87,5 +81,6 @@ class TideLayer(MemoryLayer):
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`."""
-        shared = read_normalised(self.lookup, inputs.token_ids, self.memory.num_tables, self.epsilon, hidden.dtype)
-        return self(hidden, Inputs(inputs.packed, shared))
+        inputs = self.alone(inputs)
+        shared = read_normalised(self.lookup, self.rows(inputs), self.epsilon, hidden.dtype)
+        return self(hidden, replace(inputs, read=shared.view(*inputs.token_ids.shape, *shared.shape[1:])))

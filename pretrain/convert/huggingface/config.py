@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from megamem.addresses.ngrams import MISSING_ID, NgramAddressConfig
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig, Ngrams, Scoring
 from megamem.placement.block_plan import inserted_blocks, plan_blocks
 from megamem.placement.placed import PlacedMemory
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
+from megamem.token_tables.config import TokenTableConfig
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
@@ -69,7 +71,7 @@ _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     Scoring.ROWS: ({"query_proj", "keys"}, set()),
     Scoring.NGRAMS: (_NGRAM_WEIGHTS, _NGRAM_OPTIONS),
     # Those of `remote_code/token_tables_megamem.py`.
-    Scoring.TOKENS: (set(), {"gate_proj", "router"}),
+    Scoring.TOKENS: (set(), {"gate_proj", "router", "gate", "gate_bias", "up_proj"}),
 }
 
 # Those whose layers have keys.
@@ -239,11 +241,23 @@ def _key_settings(memory: MemoryConfig, layers: Sequence[Mapping[str, Any]]) -> 
 
 
 def _token_settings(memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    assert isinstance(memory, TokenTableConfig)
     return {
         "rows_per_token": memory.lookup.rows,
+        "slots_per_address": memory.slots_per_address,
+        "address": None if memory.address is None else _address_settings(memory.address),
         "num_gate_heads": memory.lookup.scores,
         "reads_once": memory.reads_once,
         "shared_weights": {name: list(info.shape) for name, info in shared_weights(tensors).items()},
+    }
+
+
+def _address_settings(address: NgramAddressConfig) -> dict[str, Any]:
+    return {
+        "max_order": address.max_order,
+        "boundary_id": MISSING_ID,
+        "cut_at_boundary": False,
+        **asdict(address.hashes),
     }
 
 

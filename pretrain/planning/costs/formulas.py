@@ -145,7 +145,7 @@ def memory_layer_costs(model: ModelConfig) -> LayerCosts:
 
 
 def _layer_costs(model: ModelConfig, layer: PlacedMemory) -> LayerCosts:
-    return family_of(layer.memory).costs(layer.memory, layer.view, model.hidden_size)
+    return family_of(layer.memory).costs(layer.memory, layer.view, model)
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:

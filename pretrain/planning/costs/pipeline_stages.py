@@ -345,7 +345,7 @@ def _elements(model: ModelConfig, bank: BankSpec) -> int:
 
 
 def _costs(model: ModelConfig, layer: PlacedMemory) -> LayerCosts:
-    return family_of(layer.memory).costs(layer.memory, layer.view, model.hidden_size)
+    return family_of(layer.memory).costs(layer.memory, layer.view, model)
 
 
 def _block_weights(model: ModelConfig, block: BlockPlan) -> tuple[int, int, int]:

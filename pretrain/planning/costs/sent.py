@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamem.token_tables.config import MixedValuesConfig
+from megamem.token_tables.config import ValuesConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
 from pretrain.planning.costs.experts import dispatched_bytes
@@ -193,8 +193,7 @@ def _shared_heads(config: RunConfig, stage: Stage) -> float:
 
 
 def _mixed_values(config: RunConfig, stage: Stage) -> float:
-    """Elements per token that memories in attention's values send to each other rank: mixed rows, unless the columns that a
-    rank holds are those of its heads, and gates of the standard path.
+    """Elements per token that memories in attention's values send to each other rank (`ValuesConfig.handed_to_heads`).
 
     A rank has all heads of its own tokens, and hands each rank its heads, or all of them where ranks share one.
     """
@@ -204,9 +203,9 @@ def _mixed_values(config: RunConfig, stage: Stage) -> float:
     elements = 0
     for family in stage.families:
         memory = family.memory
-        if isinstance(memory, MixedValuesConfig):
-            of_layer = memory.value_dim * (not follows_heads(config, memory))
-            of_layer += memory.num_gate_heads * memory.gated_standard_path
+        if isinstance(memory, ValuesConfig):
+            columns = model.query_groups * model.attention_head_dim
+            of_layer = memory.handed_to_heads(columns, follows_heads=follows_heads(config, memory))
             passes = len(family.lookups) + (2 if config.train.recompute == "full" else 1) * len(family.backward_lookups)
             elements += passes * of_layer
     return elements / (1 if tensor > model.query_groups else tensor)

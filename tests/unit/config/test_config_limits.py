@@ -64,6 +64,7 @@ END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier"
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
 ENGRAM: dict[str, Any] = {"model__memory__kind": "engram"}
+VALUE_NGRAMS: dict[str, Any] = {"model__memory__kind": "value_ngrams"}
 MIDUS: dict[str, Any] = {
     "model__memory__kind": "midus",
     "model__memory__top_k": 1,
@@ -121,6 +122,11 @@ LIMITS = [
         model__memory__top_k=1,
         model__memory__value_dim=128,
     ),
+    *at_least(1, "model.memory.gate_channels", "model.memory.address.heads_per_order", **VALUE_NGRAMS),
+    *at_most(128, "model.memory.gate_channels", **VALUE_NGRAMS),
+    *at_least(2, "model.memory.address.max_order", **VALUE_NGRAMS),
+    *at_most(4, "model.memory.address.max_order", **VALUE_NGRAMS),
+    *at_least(3, "model.memory.address.num_rows", **VALUE_NGRAMS),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
     *at_least(2, "model.memory.max_order", "model.memory.rows_per_head", **ENGRAM),
     *at_most(4, "model.memory.max_order", **ENGRAM),

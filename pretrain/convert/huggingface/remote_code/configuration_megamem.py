@@ -40,8 +40,11 @@ class MegamemConfig(PreTrainedConfig):
             attention), and there are instead: `max_order`, tokens of the longest n-gram; `boundary_id`, which stands
             before a text, and with `cut_at_boundary` hides what is before it in one; in `layers`, `head_rows`, the rows
             of each head.
-            Where `scoring` is "tokens", a token reads the `rows_per_token` rows of its id: `slot` is "values" or
-            "latents" (mixed into those of attention, by gates for `num_gate_heads` equal parts), or, where blocks
+            Where `scoring` is "tokens", a token reads `rows_per_token` rows, `slots_per_address` of its id or, with an
+            `address`, of each hash of its n-grams (`operation`; `orders`, `multipliers`, `moduli` and `offsets` by hash;
+            `missing`, what a text's start cuts is in place of a hash, or None): `slot` is "values" or
+            "latents" (joining those of attention: mixed by gates for `num_gate_heads` equal parts, or side by side, through `gate`
+            and `up_proj`), or, where blocks
             weigh the same normalised rows (`reads_once`), whose weights have `shared_weights` as shapes, as above.
         second_memory: None, or the same of memories of another kind. A block may have one of each, if one acts in
             attention.

@@ -31,9 +31,15 @@ from .attention_megamem import (
 )
 from .configuration_megamem import MegamemConfig
 from .memory_megamem import Banks, MegamemBank, MegamemMemory, banks_of
-from .ngrams_megamem import MegamemNgramMemory, Ngrams, ngrams_of, places_in_texts, recent_tokens
+from .ngrams_megamem import MegamemNgramMemory, Ngrams, hashed, ngrams_of, places_in_texts, recent_tokens
 from .pages_megamem import ENGINE, MegamemPages
-from .token_tables_megamem import MegamemMixedValues, MegamemSharedRead, MegamemTokenMixture, TokenRows
+from .token_tables_megamem import (
+    MegamemMixedValues,
+    MegamemSharedRead,
+    MegamemTokenMixture,
+    MegamemValueNgrams,
+    TokenRows,
+)
 
 # transformers 5.24 gave the cache another name everywhere, and 5.40 drops the first one.
 CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -43,7 +49,7 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 memories of later blocks read with it."""
 
 # Kinds of memories, whose parameters are their own.
-_MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemTokenMixture)
+_MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemValueNgrams, MegamemTokenMixture)
 # Slots of memories that are all that their block adds, and those among them that are given the residual stream too.
 _INSERTED, _GIVEN_STREAM = {"inserted", "stream_and_heads", "projected", "block"}, {"inserted", "stream_and_heads"}
 # Slots of memories that are given the heads of attention, which then has no output projection.
@@ -180,8 +186,8 @@ class MegamemBlock(GradientCheckpointingLayer):
             if isinstance(memory, MegamemNgramMemory) and tokens.ngrams is not None:
                 recent = tokens.ngrams.paged or recent_tokens(cache, self.num_blocks)
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
-            if isinstance(memory, MegamemMixedValues) and tokens.rows is not None:
-                kwargs["mix"] = partial(memory, ids=tokens.rows.ids, look_up=banks[memory.layer["bank"]])
+            if isinstance(memory, (MegamemMixedValues, MegamemValueNgrams)) and tokens.rows is not None:
+                kwargs["mix"] = partial(memory, addresses=tokens.rows.addresses, look_up=banks[memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
         # Such a kind is the only one of its model.
         if self.inserted and isinstance(self.memory, MegamemMemory):
@@ -213,6 +219,8 @@ def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) 
     match memory["scoring"]:
         case "ngrams":
             return MegamemNgramMemory(config, memory, layer)
+        case "tokens" if "gate" in layer["weights"]:
+            return MegamemValueNgrams(config, memory, layer)
         case "tokens" if layer["slot"] in ("values", "latents"):
             return MegamemMixedValues(memory, layer)
         case "tokens":
@@ -293,8 +301,11 @@ class MegamemModel(MegamemPreTrainedModel):
         banks = [(number, memory) for memory in config.memories for number in banks_of(memory)]
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, memory, number) for number, memory in banks})
         by_scoring = {memory["scoring"]: memory for memory in config.memories}
-        self.by_ngrams, by_ids = by_scoring.get("ngrams"), by_scoring.get("tokens")
+        by_ids = by_scoring.get("tokens")
         self.reads_rows = by_ids is not None
+        # Hashes that are addresses of rows, in place of ids. One kind of memory alone looks back.
+        self.address = None if by_ids is None else by_ids.get("address")
+        self.by_ngrams = by_scoring.get("ngrams", self.address)
         self.shared_read = None
         if by_ids is not None and by_ids["reads_once"]:
             self.shared_read = MegamemSharedRead(config, by_ids)
@@ -392,15 +403,24 @@ class MegamemModel(MegamemPreTrainedModel):
         self, input_ids: Tensor, h: Tensor, banks: Banks, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tokens:
         """The tokens' rows, and their n-grams, where memories read them; see `_ngrams`."""
-        rows = None
-        if self.reads_rows:
-            rows = TokenRows(input_ids, None if self.shared_read is None else self.shared_read(input_ids, h, banks[0]))
-        if self.by_ngrams is None:
-            return Tokens(rows=rows)
-        return Tokens(self._ngrams(input_ids, self.by_ngrams, position_ids, mask, cache), rows)
+        ngrams = None
+        if self.by_ngrams is not None:
+            ngrams = self._ngrams(input_ids, self.by_ngrams, position_ids, mask, cache)
+        if not self.reads_rows:
+            return Tokens(ngrams)
+        addresses = input_ids.unsqueeze(0)
+        if ngrams is not None and self.address is not None:
+            addresses = hashed(ngrams, self.address)
+        shared = None if self.shared_read is None else self.shared_read(addresses, h, banks[0])
+        return Tokens(ngrams, TokenRows(addresses, shared))
 
     def _ngrams(
-        self, input_ids: Tensor, memory: dict[str, Any], position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+        self,
+        input_ids: Tensor,
+        settings: dict[str, Any],
+        position_ids: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Ngrams:
         """The tokens' n-grams; the cache keeps what those of the next tokens need.
 
@@ -411,7 +431,7 @@ class MegamemModel(MegamemPreTrainedModel):
         if config._attn_implementation == ENGINE:
             paged = self.pages.of_step(self.layers[0].get_submodule("self_attn"), position_ids)
             if paged is not None:
-                return ngrams_of(input_ids, position_ids, memory, paged)
+                return ngrams_of(input_ids, position_ids, settings, paged)
         elif config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(
                 f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
@@ -420,7 +440,7 @@ class MegamemModel(MegamemPreTrainedModel):
             )
         is_continued = cache is not None and int(cache.get_seq_length()) > 0
         places = places_in_texts(position_ids, mask, is_continued=is_continued)
-        return ngrams_of(input_ids, places, memory, recent_tokens(cache, config.num_hidden_layers))
+        return ngrams_of(input_ids, places, settings, recent_tokens(cache, config.num_hidden_layers))
 
 
 class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):

@@ -168,6 +168,22 @@ def ngrams_of(
     return Ngrams(torch.stack(window), places, recent if isinstance(recent, PagedTokens) else None)
 
 
+def hashed(ngrams: Ngrams, address: dict[str, Any]) -> Tensor:
+    """[A, b, s] addresses of tokens: offset + (sum or xor over an n-gram of id times multiplier) mod a modulus."""
+    found = []
+    numbers = zip(*(address[name] for name in ("orders", "multipliers", "moduli", "offsets")), strict=True)
+    for order, multipliers, modulus, offset in numbers:
+        products = [ids * factor for ids, factor in zip(ngrams.window[:order], multipliers, strict=False)]
+        mixed = products[0]
+        for product in products[1:]:
+            mixed = mixed ^ product if address["operation"] == "xor" else mixed + product
+        mixed = mixed % modulus
+        if address["missing"] is not None:
+            mixed = torch.where(ngrams.places < order - 1, address["missing"], mixed)
+        found.append(mixed + offset)
+    return torch.stack(found)
+
+
 class MegamemNgramMemory(nn.Module):
     """u + SiLU(conv(RMS(u))) with u = g W_V e, g = sigmoid(sign(s) sqrt(|s|)) and s = <RMS(W_K e), RMS(h)> / sqrt(D),
     for the rows e of the n-grams that end at a token and the residual stream h.

@@ -1,10 +1,10 @@
-"""Memories whose rows a token's id alone addresses: row v M + i is the i-th of the M of id v.
+"""Memories whose rows a token's id addresses, or hashes of its n-grams: row v M + i is the i-th of the M of address v.
 
 Rows are mixed into attention's values, or into latents that those are made of; or all blocks add mixtures of the same
 normalised rows beside their feed-forwards.
 
-Legend: b sequences, s tokens of each, T = b s, D hidden size, M rows of an id, V columns of a row, n parts of the columns
-with gates of their own.
+Legend: b sequences, s tokens of each, T = b s, D hidden size, A addresses of a token, M rows of an address, V columns of a
+row, n parts of the columns with gates of their own.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ class TokenRows:
     """The tokens, as memories read them that they address.
 
     Attributes:
-        ids: [b, s].
-        shared: [b, s, M, D], the normalised rows, where all blocks read the same; else None.
+        addresses: [A, b, s].
+        shared: [b, s, A M, D], the normalised rows, where all blocks read the same; else None.
     """
 
-    ids: Tensor
+    addresses: Tensor
     shared: Tensor | None = None
 
     def to(self, device: torch.device) -> TokenRows:
-        return TokenRows(self.ids.to(device), None if self.shared is None else self.shared.to(device))
+        return TokenRows(self.addresses.to(device), None if self.shared is None else self.shared.to(device))
 
 
-def rows_of(ids: Tensor, rows_per_token: int) -> Tensor:
-    """[T, M] rows of ids of any shape."""
-    return ids.flatten().unsqueeze(1) * rows_per_token + torch.arange(rows_per_token, device=ids.device)
+def rows_of(addresses: Tensor, memory: dict[str, Any]) -> Tensor:
+    """[T, A M] rows of addresses [A, b, s]."""
+    # Folders of earlier versions have one address of a token.
+    slots = memory.get("slots_per_address", memory["rows_per_token"])
+    rows = addresses.flatten(1).unsqueeze(2) * slots + torch.arange(slots, device=addresses.device)
+    return rows.transpose(0, 1).flatten(1).contiguous()
 
 
 def _tensor_rank(engine: Any) -> tuple[int, int] | None:
@@ -59,7 +62,7 @@ class MegamemMixedValues(nn.Module):
     the value's own g_0 is 1.
 
     Attributes:
-        gate_proj: W, [n (M + 1), D] or [n M, D].
+        gate_proj: W, [n (A M + 1), D] or [n A M, D].
     """
 
     gate_proj: Tensor
@@ -69,13 +72,13 @@ class MegamemMixedValues(nn.Module):
         self.memory, self.layer = memory, layer
         self.gate_proj = nn.Parameter(torch.empty(layer["weights"]["gate_proj"]))
 
-    def forward(self, values: Tensor, x: Tensor, ids: Tensor, look_up: LookUp) -> Tensor:
+    def forward(self, values: Tensor, x: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
         """Mixed values [b, s, V], or latents, of those and attention's input [b, s, D]; or a tensor-parallel rank's
         columns of them."""
-        kept = self._columns(values.shape[-1])
+        kept = columns_here(values.shape[-1], self.memory["tables"]["values"], self.layer["block"])
         parts, slots = self.memory["num_gate_heads"], self.memory["rows_per_token"]
         gates = 2 * torch.sigmoid(F.linear(x.flatten(0, 1), self.gate_proj).unflatten(1, (parts, -1)))
-        rows, of_rows = rows_of(ids.to(x.device), slots), gates[:, :, -slots:].transpose(1, 2)
+        rows, of_rows = rows_of(addresses.to(x.device), self.memory), gates[:, :, -slots:].transpose(1, 2)
         pieces = zip(rows.split(_TOKENS_AT_A_TIME), of_rows.split(_TOKENS_AT_A_TIME), strict=True)
         read = torch.cat([look_up(some, gate, None, None).to(x.device)[:, kept] for some, gate in pieces])
         if gates.shape[2] == slots:
@@ -83,32 +86,72 @@ class MegamemMixedValues(nn.Module):
         of_columns = gates[:, :, 0].repeat_interleave(self.memory["tables"]["values"] // parts, 1)[:, kept]
         return of_columns.view_as(values) * values + read.view_as(values)
 
-    def _columns(self, count: int) -> slice:
-        """Columns of all values that a rank with so many of them has, in an engine that split attention's heads.
 
-        Raises:
-            ValueError: nobody says which.
-        """
-        width = self.memory["tables"]["values"]
-        if count == width:
-            return slice(None)
-        rank = next((found for name in _ENGINES if (found := _tensor_rank(sys.modules.get(name)))), None)
-        if rank is None or width % count:
-            raise ValueError(
-                f"block {self.layer['block']}: the memory mixes its rows into all heads of attention, tensor parallelism "
-                "split them, and nobody says which are here: run this model with a tensor-parallel size of 1"
-            )
-        number, size = rank
-        # Fewer heads than ranks are on several.
-        first = number * (width // count) // size * count
-        return slice(first, first + count)
+class MegamemValueNgrams(nn.Module):
+    """v + W_up (g e), or g e added to one head's columns of v, with g = sigmoid(w x / C + b) of the first C columns of x, for the
+    rows e of a token's addresses, side by side.
+
+    Attributes:
+        gate: w, [1, C], and `gate_bias` b, [1], where there is one.
+        up_proj: W_up, [V, E], where all heads get the rows.
+    """
+
+    gate: Tensor
+    gate_bias: Tensor
+    up_proj: Tensor
+
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer = memory, layer
+        self.head_dim, self.num_heads = config.head_dim, config.num_key_value_heads
+        for name, shape in layer["weights"].items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, values: Tensor, x: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
+        """See `MegamemMixedValues.forward`."""
+        width = self.num_heads * self.head_dim
+        kept = columns_here(values.shape[-1], width, self.layer["block"])
+        rows = rows_of(addresses.to(x.device), self.memory)
+        ones = torch.ones(rows.numel(), 1, 1, dtype=x.dtype, device=x.device)
+        read = look_up(rows.view(-1, 1), ones, None, None).to(x.device).view(*x.shape[:2], -1)
+        channels = self.gate.shape[1]
+        logits = F.linear(x[..., :channels], self.gate) / channels
+        if "gate_bias" in self.layer["weights"]:
+            logits = logits + self.gate_bias
+        gated = torch.sigmoid(logits) * read
+        if "up_proj" in self.layer["weights"]:
+            added = F.linear(gated, self.up_proj[kept])
+        else:
+            head = (self.layer["bank"] - self.memory["first_bank"]) % self.num_heads
+            added = F.pad(gated, (head * self.head_dim, width - (head + 1) * self.head_dim))[..., kept]
+        return values + added.view_as(values)
+
+
+def columns_here(count: int, width: int, block: int) -> slice:
+    """Columns of all `width` values that a rank with `count` of them has, in an engine that split attention's heads.
+
+    Raises:
+        ValueError: nobody says which.
+    """
+    if count == width:
+        return slice(None)
+    rank = next((found for name in _ENGINES if (found := _tensor_rank(sys.modules.get(name)))), None)
+    if rank is None or width % count:
+        raise ValueError(
+            f"block {block}: the memory mixes its rows into all heads of attention, tensor parallelism split them, and nobody "
+            "says which are here: run this model with a tensor-parallel size of 1"
+        )
+    number, size = rank
+    # Fewer heads than ranks are on several.
+    first = number * (width // count) // size * count
+    return slice(first, first + count)
 
 
 class MegamemSharedRead(nn.Module):
     """RMSNorm(E_k[w]) of every token w, once for all blocks.
 
     Attributes:
-        gain: [M, D], where rows have gains.
+        gain: [A M, D], where rows have gains.
     """
 
     gain: Tensor
@@ -120,11 +163,15 @@ class MegamemSharedRead(nn.Module):
         if self.has_gain:
             self.gain = nn.Parameter(torch.empty(self.memory["shared_weights"]["gain"]))
 
-    def forward(self, ids: Tensor, like: Tensor, look_up: LookUp) -> Tensor:
-        """[b, s, M, D] of ids [b, s], in the dtype and on the device of `like`."""
-        rows = rows_of(ids.to(like.device), self.memory["rows_per_token"]).view(-1, 1)
+    def forward(self, addresses: Tensor, like: Tensor, look_up: LookUp) -> Tensor:
+        """[b, s, A M, D] of addresses [A, b, s], in the dtype and on the device of `like`."""
+        rows = rows_of(addresses.to(like.device), self.memory).view(-1, 1)
         ones = torch.ones(len(rows), 1, 1, dtype=like.dtype, device=like.device)
-        read = look_up(rows, ones, None, None).to(like.device).view(*ids.shape, self.memory["rows_per_token"], -1)
+        read = (
+            look_up(rows, ones, None, None)
+            .to(like.device)
+            .view(*addresses.shape[1:], self.memory["rows_per_token"], -1)
+        )
         wide = read.to(torch.promote_types(read.dtype, torch.float32))
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (normal * self.gain if self.has_gain else normal).to(like.dtype)
@@ -134,7 +181,7 @@ class MegamemTokenMixture(nn.Module):
     """sum_k a_k M_k with a = softmax(W n) over one place more than there are rows, the last of which adds nothing.
 
     Attributes:
-        router: W, [M + 1, D].
+        router: W, [A M + 1, D].
     """
 
     router: Tensor
@@ -145,7 +192,7 @@ class MegamemTokenMixture(nn.Module):
         self.router = nn.Parameter(torch.empty(layer["weights"]["router"]))
 
     def forward(self, hidden: Tensor, shared: Tensor) -> Tensor:
-        """[b, s, D] for the feed-forward's input [b, s, D] and the shared rows [b, s, M, D]."""
+        """[b, s, D] for the feed-forward's input [b, s, D] and the shared rows [b, s, A M, D]."""
         logits = F.linear(hidden, self.router)
         weights = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
         return torch.matmul(weights[..., None, :-1], shared.to(hidden.device)).squeeze(-2)

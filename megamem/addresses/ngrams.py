@@ -1,0 +1,131 @@
+"""Hashes of the n-grams that end at a token, which stand for its id where a memory's rows are addressed.
+
+Published rules: "sum" in github.com/karpathy/nanochat/pull/854 and github.com/KellerJordan/modded-nanogpt/pull/366, "xor"
+in pulls 201 and 299 of the latter.
+
+Legend: N highest order, K heads per order, A = (N - 1) K addresses of a token, c_j the id j tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import PositiveInt
+
+from megamem.addresses.primes import largest_prime
+from megamem.config_base import Advice, Config, EffectiveWhen
+
+MISSING_ID = 0
+"""Id that stands for what is before the start of a sequence, in all published codes."""
+_PRIMES = (1000003, 998244353, 911382323, 805306457)
+_STRIDES = (2654435761, 40503, 40503, 40503)
+"""By distance, numbers of the multipliers of "sum"."""
+_XOR = {2: (36313, 27191), 3: (58699, 39779, 26801)}
+"""By order, multipliers of "xor", the current id's first. No source shows those of trigrams' rows: these are of trigrams' signs
+(pull 360)."""
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """All addresses of a token: offset_a + (c_0 m_a0 op c_1 m_a1 op ...) mod p_a.
+
+    Attributes:
+        operation: op.
+        orders: [A], tokens of each address's n-gram.
+        multipliers: [A][N], 0 behind an n-gram's own tokens.
+        moduli: [A], p_a.
+        offsets: [A], least number of each address.
+        missing: number behind the offset of n-grams that the start of a sequence cuts; None: ids that are not there are 0.
+        num_rows: addresses that there are, numbered from 0.
+    """
+
+    operation: Literal["sum", "xor"]
+    orders: tuple[int, ...]
+    multipliers: tuple[tuple[int, ...], ...]
+    moduli: tuple[int, ...]
+    offsets: tuple[int, ...]
+    missing: int | None
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class NgramAddressConfig(Config):
+    """Addresses of a token: hashes of the n-grams that end at it."""
+
+    rules: Literal["sum", "xor"] = "sum"
+    """Rules by which ids are hashed. sum: (sum_j c_j m_j) mod p with the largest prime p up to num_rows; all heads share one
+    range of rows, and ids before a sequence's start are 0. xor: (xor_j c_j m_j) mod (num_rows - 1); every order has a range
+    of rows, whose last one is that of n-grams which a sequence's start cuts."""
+    max_order: Annotated[int, Ge(2), Le(4), Advice("n-grams have 2 to 4 tokens")] = 2
+    """N: tokens of the longest n-gram; there are those of every order from 2 on."""
+    heads_per_order: Annotated[PositiveInt, EffectiveWhen(lambda c: c.rules == "sum", "rules are sum")] = 1
+    """K: hashes of each order."""
+    num_rows: Annotated[int, Ge(3), Advice("as many n-grams share a row as there are of them per row")] = 65536
+    """Rows that hashes address, for every slot of the memory; of xor for every order, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rules == "xor" and self.max_order not in _XOR:
+            raise ValueError(
+                f"address.max_order is {self.max_order}, but rules xor have multipliers of bigrams and trigrams alone: set "
+                "max_order: 3, or use rules: sum"
+            )
+
+    @property
+    def num_addresses(self) -> int:
+        """A = (N - 1) K: addresses of a token."""
+        return (self.max_order - 1) * self.heads_per_order
+
+    @property
+    def ids_before(self) -> int:
+        """Token ids before its own that a token's addresses depend on."""
+        return self.max_order - 1
+
+    @property
+    def hashes(self) -> Hashes:
+        """Numbers of the hashes, address by address, those of an order together."""
+        return _hashes(self.rules, self.max_order, self.heads_per_order, self.num_rows)
+
+
+@lru_cache(maxsize=64)
+def _hashes(rules: Literal["sum", "xor"], max_order: int, heads: int, num_rows: int) -> Hashes:
+    orders = tuple(order for order in range(2, max_order + 1) for _ in range(heads))
+    if rules == "xor":
+        last = num_rows - 1
+        return Hashes(
+            operation=rules,
+            orders=orders,
+            multipliers=tuple(_padded(_XOR[order], max_order) for order in orders),
+            moduli=(last,) * len(orders),
+            offsets=tuple(num_rows * place for place in range(len(orders))),
+            missing=last,
+            num_rows=num_rows * len(orders),
+        )
+    prime = largest_prime(num_rows)
+    return Hashes(
+        operation=rules,
+        orders=orders,
+        # Remainders of multipliers leave the same remainder of the sum, and no product with an id overflows.
+        multipliers=tuple(
+            _padded([factor % prime for factor in _sum_multipliers(order, head)], max_order)
+            for order in range(2, max_order + 1)
+            for head in range(heads)
+        ),
+        moduli=(prime,) * len(orders),
+        offsets=(0,) * len(orders),
+        missing=None,
+        num_rows=prime,
+    )
+
+
+def _sum_multipliers(order: int, head: int) -> list[int]:
+    salt = 1 + 97 * (order - 2) + 7919 * head
+    return [_PRIMES[lag] + salt * _STRIDES[lag] for lag in range(order)]
+
+
+def _padded(multipliers: Sequence[int], length: int) -> tuple[int, ...]:
+    return (*multipliers, *(0,) * (length - len(multipliers)))

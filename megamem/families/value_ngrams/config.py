@@ -1,0 +1,81 @@
+"""The config of n-grams in attention's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megamem.addresses.ngrams import NgramAddressConfig
+from megamem.memory_config import Backbone, LookupShape
+from megamem.placement.sharing import SharingPlan, private_banks
+from megamem.token_tables.config import ValuesConfig
+
+
+def _published_address() -> NgramAddressConfig:
+    return NgramAddressConfig(max_order=3, heads_per_order=2)
+
+
+@dataclass(frozen=True)
+class ValueNgramsConfig(ValuesConfig):
+    """Narrow rows of n-grams, a table per layer, whose addresses all layers share."""
+
+    follows_width: ClassVar[bool] = True
+    """Rows and the gate's channels have widths of their own, and the projection is one from rows."""
+
+    kind: Literal["value_ngrams"] = "value_ngrams"
+    """value_ngrams: narrow rows of n-grams, gated and added to attention's values."""
+    address: NgramAddressConfig | None = field(default_factory=_published_address)
+    """Addresses by hashes of the last tokens; null: the token's id is its one address."""
+    value_dim: PositiveInt = 32
+    """V: columns of a row. A token's memory is the rows of its addresses, side by side."""
+    into: Literal["all_heads", "one_head"] = "all_heads"
+    """Values that get the memory. all_heads: those of all heads, through a projection; one_head: those of one key/value head, as
+    it is: of head l modulo their number in memory layer l."""
+    gate_channels: PositiveInt = 12
+    """First columns of attention's input, of which the gate is made."""
+    gate_bias: bool = False
+    """Add a bias to the gate's logit."""
+
+    @property
+    def slots_per_address(self) -> int:
+        return 1
+
+    @property
+    def memory_width(self) -> int:
+        """E = A V: columns of what a token reads."""
+        return self.rows_per_token * self.value_dim
+
+    @property
+    def lookup(self) -> LookupShape:
+        return LookupShape(self.rows_per_token, bins=self.rows_per_token, learns_scores=False)
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return ("gate",)
+
+    def plan(self, num_layers: int) -> SharingPlan:
+        return private_banks(self.num_rows, num_layers)
+
+    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
+        return value_columns
+
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
+        if backbone.latent_dim is not None:
+            raise ValueError(
+                f"model.memory.kind is {self.kind}, which adds to the values of attention's heads, but model.latent_attention "
+                "is set: leave it out, or use kind move or lave with an address"
+            )
+        if self.into == "one_head" and self.memory_width != backbone.head_dim:
+            raise ValueError(
+                f"model.memory.value_dim is {self.value_dim}, so that a token's {self.rows_per_token} rows have "
+                f"{self.memory_width} columns, but into: one_head adds them to a head's {backbone.head_dim} as they are: "
+                "change model.memory.value_dim or the addresses, or use into: all_heads"
+            )
+        if self.gate_channels > backbone.hidden_size:
+            raise ValueError(
+                f"model.memory.gate_channels is {self.gate_channels}, but the stream has {backbone.hidden_size} columns: "
+                "set so many at the most"
+            )
