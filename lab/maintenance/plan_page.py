@@ -16,7 +16,7 @@ from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended, too_large
-from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart
+from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
 from pretrain.planning.costs.twins import dense_twin
@@ -154,10 +154,6 @@ def _of_model(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -
     )
     yield ""
     yield from markdown_table([["GPUs", *(str(plan.num_gpus) for plan in plans)], *rows_of(config, plans, hardware)])
-    yield ""
-    yield "The fastest layout of each G that fits:"
-    yield ""
-    yield from markdown_table(against_groups(plans, hardware))
 
 
 def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
@@ -174,20 +170,16 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
         f"with parallel.gradient_sm_share={SM_SHARE:g}; and by Zipf's law",
         *(f"{way.shared:.2f}; {way.shared_skewed:.2f}" for way in ways),
     ]
-    yield ["tokens/s", *(f"{b.time.tokens_per_s:,.0f}" for b in bests)]
     yield ["days for 1.6T tokens", *(f"{b.days:.1f}" for b in bests)]
     yield ["MFU", *(f"{100 * b.time.mfu:.1f} %" for b in bests)]
     yield [f"GB per GPU, of {hardware.usable_bytes / 1e9:.0f}", *(f"{b.peak_bytes / 1e9:.1f}" for b in bests)]
     yield ["of that, tables with all their state", *(f"{_tables(b) / 1e9:.1f}" for b in bests)]
-    yield ["of that, the rest's state", *(f"{(_state(b) - _tables(b)) / 1e9:.1f}" for b in bests)]
-    yield ["of that, a step", *(f"{b.stages[b.fullest_stage].activations / 1e9:.1f}" for b in bests)]
     yield [
         f"busy, s: matrix units; device memory, even and with Zipf {SKEW:g}; links",
         *(busy(plan, hardware) for plan in plans),
     ]
     yield ["the memory's part of a step, s", *(f"{_memory_s(b):.2f}" for b in bests)]
-    for place in range(3):
-        yield [f"{('largest', 'second', 'third')[place]} of these", *(_cost(b, place) for b in bests)]
+    yield ["largest of these", *(_largest_cost(b) for b in bests)]
     yield ["dense twin of equal FLOPs, s per step in its own layout", *(_twin(p, hardware) for p in plans)]
     costs = [checkpoint_costs(config, plan.num_gpus, hardware) for plan in plans]
     yield ["checkpoint, GB", *(f"{c.num_bytes / 1e9:,.0f}" for c in costs)]
@@ -198,33 +190,6 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     in_host = [c.num_bytes / plan.num_gpus * hardware.gpus_per_node for c, plan in zip(behind, plans, strict=True)]
     yield ["and GB of a node's host memory", *(f"{num / 1e9:.0f}" for num in in_host)]
     yield ["restart, s", *(f"{c.restart_s:.0f}" for c in costs)]
-
-
-def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
-    yield [
-        "GPUs", "G", "layout", "GB", "tables' state, GB", "exchange exposed, s", "gathers and ids, s",
-        "table gradients, s", "tables' reductions exposed, s", "s per step",
-    ]  # fmt: skip
-    for plan in plans:
-        for group in sorted({each.config.parallel.memory for each in plan.found}):
-            of_group = [e for e in plan.found if e.config.parallel.memory == group and e.fits(hardware)]
-            if not of_group:
-                continue
-            # They are in order of their times.
-            best = of_group[0]
-            parts = best.time.by_part
-            yield [
-                f"{plan.num_gpus}",
-                f"{group}",
-                _layout(best, plan.num_gpus, group=False),
-                f"{best.peak_bytes / 1e9:.1f}",
-                f"{_tables(best) / 1e9:.1f}",
-                f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
-                f"{parts[TimePart.MEMORY_GATHERS] + parts[TimePart.MEMORY_IDS]:.2f}",
-                f"{parts[TimePart.MEMORY_GRADIENTS]:.2f}",
-                f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
-                f"{best.time.total_s:.2f}",
-            ]
 
 
 def _mixture(hardware: Hardware) -> Iterator[str]:
@@ -241,8 +206,8 @@ def against_mixture(numbers: Sequence[int], hardware: Hardware) -> Iterator[Row]
     mixture, memory = (load_config(path) for path in (CONFIGS.parent / MIXTURE, CONFIGS / MODELS["2.5B/120B-top256"]))
     yield [
         "GPUs", "layout of the mixture", "GB", "s per step", "of that, tokens to experts and back",
-        "UltraMemV2-2.5B/120B-top256 takes", f"with rows read by Zipf's law with {SKEW:g}",
-        f"and with parallel.gradient_sm_share={SM_SHARE:g}",
+        "times as long: UltraMemV2-2.5B/120B-top256", f"with Zipf {SKEW:g}",
+        f"and parallel.gradient_sm_share={SM_SHARE:g}",
     ]  # fmt: skip
     for num_gpus in numbers:
         plans = [planned(config, num_gpus, hardware) for config in (mixture, memory)]
@@ -254,7 +219,7 @@ def against_mixture(numbers: Sequence[int], hardware: Hardware) -> Iterator[Row]
             f"{own.best.peak_bytes / 1e9:.1f}",
             f"{took:.2f}",
             f"{own.best.time.by_part[TimePart.EXPERTS]:.2f}",
-            *(f"{seconds / took:.1f} times as long" for seconds in (ways.even, ways.skewed, ways.shared_skewed)),
+            *(f"{seconds / took:.1f}" for seconds in (ways.even, ways.skewed, ways.shared_skewed)),
         ]
 
 
@@ -281,7 +246,7 @@ def outlook_row(num_gpus: int, hardware: Hardware) -> Row:
         _layout(best, num_gpus),
         f"{best.peak_bytes / 1e9:.1f}",
         f"{best.time.total_s:.2f}",
-        _cost(best, 0),
+        _largest_cost(best),
         f"{costs.num_bytes / 1e12:.1f}",
         f"{costs.save_s:.0f}",
     ]
@@ -294,21 +259,17 @@ def markdown_table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
             yield "|" + "---|" * len(row)
 
 
-def _layout(each: Estimate, num_gpus: int, *, group: bool = True) -> str:
+def _layout(each: Estimate, num_gpus: int) -> str:
     layout, train = each.config.parallel, each.config.train
     axes = {"TP": layout.tensor, "PP": layout.pipeline, "VP": layout.virtual_pipeline, "CP": layout.context}
     words = [f"{name} {size}" for name, size in axes.items() if size > 1]
     words += [f"DP {Division.of(each.config, num_gpus).replicas}"]
-    words += [f"G {layout.memory}"] if group else []
+    words += [f"G {layout.memory}"]
     words += [f"R {layout.memory_rows}"] if layout.memory_rows > 1 else []
     words += [f"mb {train.micro_batch_size}"]
     words += [f"recompute {train.recompute}"] if train.recompute != "none" else []
     words += ["tables on the host"] if each.config.optimizer.value_offload == "cpu" else []
     return ", ".join(words)
-
-
-def _state(each: Estimate) -> float:
-    return sum(each.stages[each.fullest_stage].by_part[part] for part in STATE_PARTS)
 
 
 def _tables(each: Estimate) -> float:
@@ -319,11 +280,8 @@ def _memory_s(each: Estimate) -> float:
     return sum(each.time.by_part[part] for part in _MEMORY_TIME)
 
 
-def _cost(each: Estimate, place: int) -> str:
-    costs = each.time.memory_costs
-    if place >= len(costs):
-        return ""
-    part, seconds, _ = costs[place]
+def _largest_cost(each: Estimate) -> str:
+    part, seconds, _ = each.time.memory_costs[0]
     return f"{part.value.removeprefix('memory: ')}: {seconds:.2f} s"
 
 

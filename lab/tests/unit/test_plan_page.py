@@ -12,7 +12,6 @@ from lab.maintenance.plan_page import (
     PLANS,
     UPDATES,
     Planned,
-    against_groups,
     against_mixture,
     fewest,
     markdown_table,
@@ -40,8 +39,6 @@ def test_the_page_says_what_is_computed() -> None:
     assert best is not None
     plan = Planned(GPUS[-1], found, best)
     of_model = computed.partition(f"## UltraMemV2-{name}\n")[2].partition("\n## ")[0]
-    for line in markdown_table(against_groups([plan], H100)):
-        assert line in of_model
     shown = {cells[1].strip(): cells[-2].strip() for line in of_model.splitlines() if len(cells := line.split("|")) > 3}
     for row in rows_of(config, [plan], H100):
         assert shown[row[0]] == row[1]
