@@ -19,7 +19,7 @@ _EPILOG = """\
 examples:
   megamem study compare lab/configs/compare/widths/dense_*.yaml --nproc 1 --seeds 2 --run-dir runs/sizes
   megamem study fit runs/sizes
-  megamem study fit runs/sizes --report docs/width.md
+  megamem study fit runs/sizes --report lab/docs/laws.md
   megamem study fit runs/sizes runs/rows --hold-out dense_256,ultramemv2_256
 
 Reads the runs NAME/seed_N of comparisons, whose models may have seen other numbers of tokens; a model's loss is the mean
