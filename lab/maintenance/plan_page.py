@@ -51,11 +51,6 @@ PLANS, FEWER = "plans", "fewest GPUs"
 """Parts of the page."""
 _TABLE_PARTS = (MemoryPart.TABLES, MemoryPart.TABLE_GRADIENTS, MemoryPart.TABLE_OPTIMIZER)
 _MEMORY_TIME = tuple(part for part in TimePart if part.value.startswith("memory"))
-_MOVES = (
-    *(TimePart.ELEMENTWISE, TimePart.UPDATE, TimePart.MEMORY_UPDATE),
-    *(TimePart.MEMORY_SELECTION, TimePart.MEMORY_GATHERS, TimePart.MEMORY_IDS, TimePart.MEMORY_GRADIENTS),
-)
-"""Parts of a step for which device memory is busy, and selections, which keep the multiprocessors from it."""
 Row = Sequence[str]
 
 
@@ -84,13 +79,11 @@ class Ways:
     Attributes:
         even: seconds with rows that are read evenly.
         skewed: seconds with rows that are read by Zipf's law.
-        shared: seconds with rows that are read evenly, and a share of the multiprocessors for gradients of tables.
-        shared_skewed: seconds with rows that are read by Zipf's law, and that share.
+        shared_skewed: seconds with these, and a share of the multiprocessors for gradients of tables.
     """
 
     even: float
     skewed: float
-    shared: float
     shared_skewed: float
 
 
@@ -99,23 +92,8 @@ def ways_of(plan: Planned, hardware: Hardware) -> Ways:
     config = plan.best.config
     shared = replace(config, parallel=replace(config.parallel, gradient_sm_share=SM_SHARE))
     skewed = replace(hardware, row_skew=SKEW)
-    return Ways(*(step_time(c, plan.num_gpus, h).total_s for c in (config, shared) for h in (hardware, skewed)))
-
-
-def busy(plan: Planned, hardware: Hardware) -> str:
-    """Seconds of a step for which matrix units, device memory and links of a rank are busy, whatever runs beside what."""
-    config, num_gpus = plan.best.config, plan.num_gpus
-    even, skewed = (step_time(config, num_gpus, h) for h in (hardware, replace(hardware, row_skew=SKEW)))
-    of_units = (TimePart.MATMULS, TimePart.ATTENTION, TimePart.LOSS, TimePart.MEMORY_MATMULS)
-    products = sum(even.by_part[part] for part in of_units)
-    moved = [sum(time.by_part[part] for part in _MOVES) for time in (even, skewed)]
-    sent = even.sent[even.slowest_stage]
-    links = sum(
-        max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
-        for near, far in (sent.exchange, sent.tables, sent.dense)
-    )
-    links += even.by_part[TimePart.TENSOR] + even.by_part[TimePart.MESSAGES]
-    return f"{products:.2f}; {moved[0]:.2f}, {moved[1]:.2f}; {links:.2f}"
+    ways = ((config, hardware), (config, skewed), (shared, skewed))
+    return Ways(*(step_time(each, plan.num_gpus, machine).total_s for each, machine in ways))
 
 
 def fewest(model: str, update: str, hardware: Hardware) -> str:
@@ -166,18 +144,10 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     ]
     ways = [ways_of(plan, hardware) for plan in plans]
     yield [f"with rows read by Zipf's law with {SKEW:g}", *(f"{way.skewed:.2f}" for way in ways)]
-    yield [
-        f"with parallel.gradient_sm_share={SM_SHARE:g}; and by Zipf's law",
-        *(f"{way.shared:.2f}; {way.shared_skewed:.2f}" for way in ways),
-    ]
     yield ["days for 1.6T tokens", *(f"{b.days:.1f}" for b in bests)]
     yield ["MFU", *(f"{100 * b.time.mfu:.1f} %" for b in bests)]
     yield [f"GB per GPU, of {hardware.usable_bytes / 1e9:.0f}", *(f"{b.peak_bytes / 1e9:.1f}" for b in bests)]
     yield ["of that, tables with all their state", *(f"{_tables(b) / 1e9:.1f}" for b in bests)]
-    yield [
-        f"busy, s: matrix units; device memory, even and with Zipf {SKEW:g}; links",
-        *(busy(plan, hardware) for plan in plans),
-    ]
     yield ["the memory's part of a step, s", *(f"{_memory_s(b):.2f}" for b in bests)]
     yield ["largest of these", *(_largest_cost(b) for b in bests)]
     yield ["dense twin of equal FLOPs, s per step in its own layout", *(_twin(p, hardware) for p in plans)]
@@ -187,9 +157,6 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     copying = replace(config, checkpoint=replace(config.checkpoint, asynchronous=True))
     behind = [checkpoint_costs(copying, plan.num_gpus, hardware) for plan in plans]
     yield ["with checkpoint.asynchronous, stalled, s", *(f"{c.stall_s:.1f}" for c in behind)]
-    in_host = [c.num_bytes / plan.num_gpus * hardware.gpus_per_node for c, plan in zip(behind, plans, strict=True)]
-    yield ["and GB of a node's host memory", *(f"{num / 1e9:.0f}" for num in in_host)]
-    yield ["restart, s", *(f"{c.restart_s:.0f}" for c in costs)]
 
 
 def _mixture(hardware: Hardware) -> Iterator[str]:
