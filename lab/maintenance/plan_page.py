@@ -15,7 +15,7 @@ from pretrain.config.stages import load_config
 from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.hardware import Hardware, load_hardware
-from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended, too_large
+from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
@@ -29,8 +29,6 @@ MIXTURE = "olmoe/2.5b_120b.yaml"
 """A mixture of experts with the parameters of the first model, and as many active ones."""
 SKEW, SM_SHARE = 0.8, 0.5
 """Exponent of Zipf's law of rows as reads were measured, and a share of the multiprocessors for gradients of tables."""
-OUTLOOK_KEYS, OUTLOOK_GPUS = 5704, (64, 128, 256, 512, 1024)
-"""Keys per side with which the tables of the first model hold 1T parameters, and GPUs to try them on."""
 FEW_GPUS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of GPUs, the fewest first."""
 OF_FEW_GPUS = {
@@ -63,12 +61,11 @@ class Planned:
     best: Estimate
 
 
-def planned(config: RunConfig, num_gpus: int, hardware: Hardware) -> Planned | str:
-    """The plan, or why nothing fits."""
+def planned(config: RunConfig, num_gpus: int, hardware: Hardware) -> Planned:
+    """The plan; something fits."""
     found = all_estimates(config, num_gpus, hardware)
     best = recommended(found, hardware)
-    if best is None:
-        return too_large(min(found, key=lambda each: each.peak_bytes), hardware)
+    assert best is not None
     return Planned(num_gpus, found, best)
 
 
@@ -117,10 +114,9 @@ def _plans(hardware: Hardware) -> str:
     lines: list[str] = []
     for name, file in MODELS.items():
         config = load_config(CONFIGS / file)
-        plans = [plan for n in GPUS if isinstance(plan := planned(config, n, hardware), Planned)]
+        plans = [planned(config, n, hardware) for n in GPUS]
         lines += ["", f"## UltraMemV2-{name}", "", *_of_model(config, plans, hardware)]
     lines += ["", "## A mixture with as many parameters", "", *_mixture(hardware)]
-    lines += ["", "## Tables of 1T parameters: an outlook", "", *_outlook(hardware)]
     return "\n".join(lines) + "\n"
 
 
@@ -177,8 +173,7 @@ def against_mixture(numbers: Sequence[int], hardware: Hardware) -> Iterator[Row]
         f"and parallel.gradient_sm_share={SM_SHARE:g}",
     ]  # fmt: skip
     for num_gpus in numbers:
-        plans = [planned(config, num_gpus, hardware) for config in (mixture, memory)]
-        own, other = (plan for plan in plans if isinstance(plan, Planned))
+        own, other = (planned(config, num_gpus, hardware) for config in (mixture, memory))
         ways, took = ways_of(other, hardware), own.best.time.total_s
         yield [
             f"{num_gpus}",
@@ -188,35 +183,6 @@ def against_mixture(numbers: Sequence[int], hardware: Hardware) -> Iterator[Row]
             f"{own.best.time.by_part[TimePart.EXPERTS]:.2f}",
             *(f"{seconds / took:.1f}" for seconds in (ways.even, ways.skewed, ways.shared_skewed)),
         ]
-
-
-def _outlook(hardware: Hardware) -> Iterator[str]:
-    counts = count_parameters(_outlook_config().model)
-    yield f"`model.memory.num_keys={OUTLOOK_KEYS}`: {counts.tables / 1e12:.3f}T parameters in tables, all else as above."
-    yield ""
-    head = ["GPUs", "layout, or what breaks first", "GB", "s per step", "largest cost", "checkpoint, TB", "save, s"]
-    yield from markdown_table([head, *(outlook_row(num_gpus, hardware) for num_gpus in OUTLOOK_GPUS)])
-
-
-def _outlook_config() -> RunConfig:
-    return load_config(CONFIGS / MODELS["2.5B/120B-top256"], [f"model.memory.num_keys={OUTLOOK_KEYS}"])
-
-
-def outlook_row(num_gpus: int, hardware: Hardware) -> Row:
-    config = _outlook_config()
-    plan = planned(config, num_gpus, hardware)
-    if isinstance(plan, str):
-        return [f"{num_gpus}", plan, "", "", "", "", ""]
-    best, costs = plan.best, checkpoint_costs(config, num_gpus, hardware)
-    return [
-        f"{num_gpus}",
-        _layout(best, num_gpus),
-        f"{best.peak_bytes / 1e9:.1f}",
-        f"{best.time.total_s:.2f}",
-        _largest_cost(best),
-        f"{costs.num_bytes / 1e12:.1f}",
-        f"{costs.save_s:.0f}",
-    ]
 
 
 def markdown_table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
