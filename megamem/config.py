@@ -179,10 +179,12 @@ class ModelConfig(Config):
             )
         if self.memory is not None:
             if self.moe is not None and self.num_ffn_blocks == 0:
-                where = f"placement.position is {self.memory.placement.position}"
+                where, fix = f"kind is {self.memory.kind}", "name fewer blocks in model.memory.placement"
+                if self.memory.slot is None:
+                    where = f"placement.position is {self.memory.placement.position}"
+                    fix = "use position: beside, or fewer blocks"
                 raise ValueError(
-                    f"model.memory.{where if self.memory.slot is None else f'kind is {self.memory.kind}'} in every block, "
-                    "which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
+                    f"model.memory.{where} in every block, which leaves no feed-forward for model.moe: {fix}"
                 )
             self._check_memory(self.memory)
             if self.second_memory is not None:

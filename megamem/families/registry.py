@@ -13,6 +13,7 @@ from megamem.families.midus.family import MIDUS
 from megamem.families.move.family import MOVE
 from megamem.families.peer.family import PEER
 from megamem.families.pkm.family import PKM
+from megamem.families.stem.family import STEM
 from megamem.families.tide.family import TIDE
 from megamem.families.ultramem.family import ULTRAMEM
 from megamem.families.ultramem_v2.family import ULTRAMEM_V2
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family[Any]] = {
         LAVE,
         VALUE_NGRAMS,
         TIDE,
+        STEM,
         MIDUS,
         ENGRAM,
     )

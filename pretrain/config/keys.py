@@ -184,8 +184,8 @@ RUN_RULES: tuple[CrossRule, ...] = (
         CrossRule(f"model.{memory}.placement.{key}", partial(reads, key), f"model.{memory} stands {where}")
         for memory, reads in (("memory", _reads_placement), ("second_memory", _second_reads_placement))
         for key, where in (
-            ("spans", "around the feed-forward"),
-            ("position", "around the feed-forward"),
+            ("spans", "where placement says, and not in the one place of its kind"),
+            ("position", "where placement says, and not in the one place of its kind"),
             ("query_group", "around the feed-forward, and reads what hidden states ask for"),
             ("norm", "in inserted blocks"),
         )

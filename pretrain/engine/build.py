@@ -64,7 +64,8 @@ def build_chunks(
     """
     chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
     try:
-        initialise(chunks, config.model, seed=config.seed)
+        # Some tables' deviation is of how many rows they have.
+        initialise(chunks, replace(config.model, vocab_size=vocab_size), seed=config.seed)
     except ValueError as error:
         # Of a file that initial values come from.
         raise ConfigError(str(error)) from error

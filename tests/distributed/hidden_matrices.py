@@ -12,7 +12,7 @@ from torch import Tensor
 from megamem.config import ModelConfig
 
 OF_LATENTS = {"linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"}
-OF_MEMORIES = {"query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate"}
+OF_MEMORIES = {"query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate", "down_proj"}
 WHOLE = {"linear_proj", "linear_fc2", *OF_LATENTS, *OF_MEMORIES}
 SEVERAL = {"linear_qkv", "linear_fc1", "linear_kv_down_proj", "linear_kv_up_proj", "expansion"}
 
@@ -41,6 +41,9 @@ def matrices_in(name: str, weight: Tensor, model: ModelConfig) -> list[Tensor]:
         assert model.latent_attention is not None
         by_head = weight.view(model.num_attention_heads, -1, weight.shape[1])
         return list(by_head.split((by_head.shape[1] - model.attention_head_dim, model.attention_head_dim), 1))
+    if part == "gate_proj":
+        # STEM's is a feed-forward's; of others an output is the gate of a slot.
+        return [weight] if any(memory.kind == "stem" for memory in model.memories) else []
     if part == "expansion":
         # MIDUS: a map for each head.
         return list(weight.unbind())

@@ -18,6 +18,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
@@ -211,6 +212,26 @@ MODELS: dict[str, ModelConfig] = {
     "tide by n-grams": replace(
         BASE,
         memory=TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
+    ),
+    "stem by n-grams": replace(
+        BASE,
+        memory=StemConfig(
+            value_dim=20, address=NgramAddressConfig(max_order=3, num_rows=60), placement=PlacementConfig(blocks=(1, 3))
+        ),
+    ),
+    "stem": replace(BASE, memory=StemConfig(value_dim=20, placement=PlacementConfig(blocks=(1, 2, 3)))),
+    "stem, every second, beside experts, more rows": replace(
+        BASE,
+        moe=MOE,
+        tied_embeddings=False,
+        memory=StemConfig(value_dim=20, vocab_size=VOCAB_SIZE + 3, placement=PlacementConfig(every=2)),
+    ),
+    "stem in every block, and move": replace(
+        BASE,
+        vocab_size=None,
+        ffn_hidden_size=ModelConfig.ffn_hidden_size,
+        memory=StemConfig(value_dim=20),
+        second_memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
     ),
     "engram and move": replace(
         BASE,

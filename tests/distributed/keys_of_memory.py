@@ -43,6 +43,7 @@ NAMES_OF_KINDS = {
     "lave": {"gate_proj"},
     "value_ngrams": {"gate", "up_proj"},
     "tide": {"router"},
+    "stem": {"gate_proj", "down_proj"},
     "midus": {"keys", "expansion"},
     "engram": {"key_proj", "value_proj", "key_bias", "value_bias", "key_gain", "query_gain", "conv_gain", "conv"},
 }
@@ -72,6 +73,7 @@ for _kind in (
     "lave",
     "value_ngrams",
     "tide",
+    "stem",
     "midus",
     "engram",
 ):

@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers", reason="exported models are l
 
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
-BY_TOKENS = ["move over latents", "tide"]
+BY_TOKENS = ["move over latents", "tide", "stem"]
 TWO = "v2 with one stream and lave, beside experts"
 SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", TWO, *GROWN, *BY_TOKENS]
 TRAINED = [
@@ -128,7 +128,9 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["v2, ring, gelu", "midus", "engram", "engram and move", "tide", "move over latents"])
+@pytest.mark.parametrize(
+    "name", ["v2, ring, gelu", "midus", "engram", "engram and move", "tide", "stem", "move over latents"]
+)
 def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, name: str, bits: int) -> None:
     """Loaded, mapped from the files, and with rows that are kept: to the bit the same."""
     folder, _ = exported(name)

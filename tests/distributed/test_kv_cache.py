@@ -222,6 +222,7 @@ TEXTS = (
     "midus",
     "move",
     "tide",
+    "stem",
     "engram",
     "engram beside learned keys",
     "lave in blocks of learned keys",

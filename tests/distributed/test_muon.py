@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megamem.config import LatentAttentionConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.stem.config import StemConfig
 from megamem.parameters import matrices_of
 from megamem.placement.spans import PlacementConfig
 from megamem.width_config import MupConfig
@@ -59,6 +60,10 @@ LATENTS = replace(
     ),
 )
 MIDUS = MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3)))
+UP_PROJECTIONS = replace(
+    PRIVATE,
+    model=replace(PRIVATE.model, memory=StemConfig(value_dim=24, placement=PlacementConfig(blocks=(1, 3)))),
+)
 HEADS = replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS))
 
 
@@ -131,8 +136,9 @@ def test_updates_follow_the_width_as_the_page_says(run_ranks: Any, scale: str, f
         (NGRAMS, {}),
         (LATENTS, {}),
         (HEADS, {}),
+        (UP_PROJECTIONS, {}),
     ],
-    ids=["wide heads", "experts, all keys", "n-grams", "latents", "heads' own matrices"],
+    ids=["wide heads", "experts, all keys", "n-grams", "latents", "heads' own matrices", "up-projections"],
 )
 def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: dict[str, Any]) -> None:
     """To the bit, in bf16 with fp32 main weights and fp32 momentum."""
@@ -179,6 +185,7 @@ MODELS = {
     # Parts of one matrix of queries, and of a key and a value of another scale, are on either tensor-parallel rank.
     "wide heads of one group": replace(WIDE, model=replace(WIDE.model, num_query_groups=1)),
     "heads' own matrices": HEADS,
+    "up-projections": UP_PROJECTIONS,
     "latents": LATENTS,
 }
 LAYOUTS: dict[str, dict[str, int]] = {"tensor 2 x data 2": {"tensor": 2}, "context 2 x data 2": {"context": 2}}

@@ -35,7 +35,10 @@ MODELS: dict[str, ModelConfig] = {
     "shared": SHARED.model,
     "private": PRIVATE.model,
     **{kind: replace(SHARED.model, memory=memory) for kind, memory in KINDS.items() if "," not in kind},
-    **{kind: of_tokens(kind).model for kind in ("move", "lave", "tide", "engram", "engram, ple", "move by n-grams")},
+    **{
+        kind: of_tokens(kind).model
+        for kind in ("move", "lave", "tide", "stem", "engram", "engram, ple", "move by n-grams")
+    },
     "two families": of_tokens("engram beside learned keys").model,
 }
 assert MODELS["move"].memory is not None
@@ -71,8 +74,8 @@ TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
     # Token memories have a copy of their bank on every stage.
     "pipeline 2 x virtual 2 x memory 2": ("private", "move", "tide"),
-    "context 2 x memory 2": ("move", "engram", "two families", "move by n-grams"),
-    "pipeline 2": ("tide", "move", "move, unevenly", "lave"),
+    "context 2 x memory 2": ("move", "stem", "engram", "two families", "move by n-grams"),
+    "pipeline 2": ("tide", "move", "move, unevenly", "lave", "stem"),
 }
 
 

@@ -31,6 +31,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
@@ -103,6 +104,7 @@ MODELS: dict[str, ModelConfig] = {
             address=NgramAddressConfig(max_order=4, heads_per_order=2, num_rows=90),
         ),
     ),
+    "stem": replace(SERVED, memory=StemConfig(value_dim=40, placement=PlacementConfig(every=2))),
     "latents": LATENT,
     "lave over latents of values": replace(LATENT, memory=LaveConfig(value_dim=24, num_gate_heads=2)),
     "move over latents, beside experts": replace(

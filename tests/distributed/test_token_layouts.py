@@ -17,6 +17,7 @@ from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
@@ -55,7 +56,7 @@ KINDS: dict[str, MemoryConfig | None] = {
         value_dim=16, num_gate_heads=2, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41)
     ),
     "value n-grams": ValueNgramsConfig(
-        value_dim=6,
+        value_dim=4,
         gate_channels=7,
         address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60),
         placement=PlacementConfig(every=2),
@@ -64,9 +65,13 @@ KINDS: dict[str, MemoryConfig | None] = {
         value_dim=4, into="one_head", gate_bias=True, address=NgramAddressConfig(heads_per_order=2, num_rows=60)
     ),
     "value n-grams, one key/value head": ValueNgramsConfig(
-        value_dim=5, address=NgramAddressConfig(max_order=3, num_rows=60)
+        value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)
     ),
     "tide by n-grams": TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
+    "stem by n-grams": StemConfig(
+        value_dim=24, address=NgramAddressConfig(max_order=3, num_rows=60), placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "stem": StemConfig(vocab_size=VOCAB_SIZE, value_dim=24, placement=PlacementConfig(blocks=(1, 2, 3))),
     "engram": NGRAMS,
     "engram beside experts": NGRAMS,
     "engram beside learned keys": replace(NGRAMS, placement=PlacementConfig(blocks=(0, 2))),
@@ -87,6 +92,7 @@ KINDS: dict[str, MemoryConfig | None] = {
     "move, one key/value head, gated": MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2),
     "lave in blocks of learned keys": LaveConfig(**VALUES),
     "move in blocks of engram": MoveConfig(num_slots=2, **VALUES),
+    "lave in blocks of stem": LaveConfig(**VALUES),
     "latents without a memory": None,
     "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
@@ -121,6 +127,7 @@ EVERYWHERE = (
     "move",
     "lave",
     "tide",
+    "stem",
     "latents, move",
     "engram",
     "engram beside learned keys",
@@ -132,6 +139,7 @@ BY_ROW = ("tide", "latents, move")
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block", "lave in blocks of learned keys"),
     "tensor 4": (
+        "stem by n-grams",
         "value n-grams, one key/value head",
         "lave by n-grams, documents apart",
         "tide by n-grams",
@@ -145,6 +153,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "engram, ple",
         "engram beside experts",
         "move in blocks of engram",
+        "lave in blocks of stem",
     ),
     "context 2 x memory 2": (
         *EVERYWHERE,
@@ -171,6 +180,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
+        "stem by n-grams",
         "value n-grams",
         "move by n-grams",
         "lave by n-grams, documents apart",
@@ -206,7 +216,7 @@ def config_of(kind: str) -> RunConfig:
         free = tuple(sorted({0, 1, 2, 3} - set(memory.placement.blocks or ())))[:2]
         second, memory = memory, replace(MEMORY, placement=PlacementConfig(blocks=free))
     if "in blocks of" in kind:
-        second, memory = memory, NGRAMS if kind.endswith("engram") else MEMORY
+        second, memory = memory, {"engram": NGRAMS, "stem": KINDS["stem"]}.get(kind.split()[-1], MEMORY)
     return replace(SHARED, model=replace(model, memory=memory, second_memory=second), optimizer=optimizer, data=data)
 
 
@@ -324,7 +334,7 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["move", "tide", "latents, move", "engram", "engram beside learned keys"])
+@pytest.mark.parametrize("kind", ["move", "tide", "stem", "latents, move", "engram", "engram beside learned keys"])
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:

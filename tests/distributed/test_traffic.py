@@ -18,6 +18,7 @@ from kernels.select import select_kernels
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
@@ -198,6 +199,7 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
         on(with_memory(MoveConfig(vocab_size=61, value_dim=16, num_gate_heads=2)), memory=2, micro_batch_size=2),
         on(with_memory(MidusConfig(num_heads=4, value_dim=16, num_keys=12)), tensor=2, memory=2),
         on(with_memory(TideConfig(vocab_size=61, value_dim=32)), memory=2, micro_batch_size=2, recompute="full"),
+        on(with_memory(StemConfig(vocab_size=61, value_dim=24)), tensor=2, memory=2),
     ]
 
     def main() -> list[int]:

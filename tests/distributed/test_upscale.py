@@ -271,9 +271,12 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
         upscale(opened, blocks, KEYS[1:], name="grown")
     with pytest.raises(ConfigError, match=r"train\.num_steps=4: a grown model takes"):
         upscale(opened, blocks, [*KEYS, "train.num_steps=4"], name="grown")
-    lave = ("kind=lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2")
-    with pytest.raises(ConfigError, match=r"model\.memory\.kind is lave, which has no inserted blocks"):
-        upscale(opened, blocks, [f"model.memory.{key}" for key in lave], name="grown")
+    for kind, *keys in (
+        ("lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2"),
+        ("stem", "value_dim=16", "vocab_size=61"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.memory\.kind is {kind}, which has no inserted blocks"):
+            upscale(opened, blocks, [f"model.memory.{key}" for key in (f"kind={kind}", *keys)], name="grown")
     for kind in (["kind=peer", "value_dim=32"], ["kind=tide", "value_dim=32", "vocab_size=61"]):
         with pytest.raises(ConfigError, match=r"position is inserted, where tables begin as zeros, but kind"):
             upscale(opened, blocks, [f"model.memory.{key}" for key in kind], name="grown")

@@ -30,6 +30,7 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import FAMILIES
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -53,6 +54,7 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
     "lave": lambda width: LaveConfig(value_dim=width, num_gate_heads=width // 8),
     "tide": lambda width: TideConfig(value_dim=width),
     "value_ngrams": lambda width: ValueNgramsConfig(value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)),
+    "stem": lambda width: StemConfig(value_dim=2 * width),
     "engram": lambda width: EngramConfig(
         value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))
     ),

@@ -11,6 +11,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -137,6 +138,15 @@ READ_TOGETHER = replace(
     parallel=ParallelConfig(memory=2),
     train=replace(SPLIT.train, recompute="none", global_batch_size=64),
 )
+# Feed-forwards that read their up-projections, with the weights of both others whole on every tensor-parallel rank.
+UP_PROJECTIONS = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        memory=StemConfig(vocab_size=1024, value_dim=512, placement=PlacementConfig(blocks=(1, 2, 3))),
+    ),
+    train=replace(SPLIT.train, recompute="none"),
+)
 # Hidden states look back across the cuts of both axes, which no other model's do.
 LOOKING_BACK = replace(
     SPLIT,
@@ -219,6 +229,8 @@ CONFIGS = {
     "skipping": SKIPPING,
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
+    "up-projections": UP_PROJECTIONS,
+    "up-projections, recomputed": replace(UP_PROJECTIONS, train=SPLIT.train),
     "looking back": LOOKING_BACK,
     "two families": TWO_FAMILIES,
     "two families, recomputed": replace(

@@ -21,6 +21,7 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -121,6 +122,11 @@ MODELS = {
             address=NgramAddressConfig(heads_per_order=2, num_rows=31),
             placement=PlacementConfig(every=2),
         ),
+    ),
+    "stem": replace(DENSE, memory=StemConfig(vocab_size=VOCAB, value_dim=40, placement=PlacementConfig(every=2))),
+    "stem in every block": replace(DENSE, memory=StemConfig(vocab_size=VOCAB, value_dim=40)),
+    "stem and lave in the same blocks, latents": replace(
+        LATENT, memory=StemConfig(vocab_size=VOCAB, value_dim=40), second_memory=LaveConfig(**LATENTS)
     ),
     "engram": replace(DENSE, memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6)),
     "engram, no convolution, no biases": replace(
@@ -321,7 +327,7 @@ def _part_of(name: str) -> str:
         part in name
         for part in (
             *("value_proj", "value_bias", "silu_gate", "output_gate"),
-            *("gate_proj", "memory.up_proj", "memory.router", "memory.expansion", "shared_read"),
+            *("gate_proj", "memory.up_proj", "memory.down_proj", "memory.router", "memory.expansion", "shared_read"),
         )
     ):
         return "memory_projections"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.block_plan import UncutBlocks, unsplittable_units
@@ -219,6 +220,12 @@ def test_a_mixture_needs_a_block_to_stand_in() -> None:
     ):
         replace(model(position="instead"), moe=MoEConfig())
     replace(model(every=2, position="instead"), moe=MoEConfig())
+    stem = StemConfig(vocab_size=61)
+    with pytest.raises(
+        ValueError, match=r"kind is stem in every block, which leaves no feed-forward for model\.moe: name fewer blocks"
+    ):
+        ModelConfig(memory=stem, moe=MoEConfig())
+    ModelConfig(memory=replace(stem, placement=PlacementConfig(every=2)), moe=MoEConfig())
 
 
 def test_layers_that_read_together_add_where_they_read() -> None:

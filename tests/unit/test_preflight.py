@@ -102,6 +102,7 @@ TOKENS = {
     "tide": ("value_dim=128", "num_tables=2"),
     "move": ("value_dim=128", "num_gate_heads=4"),
     "lave": ("value_dim=128", "num_gate_heads=4"),
+    "stem": ("value_dim=96",),
 }
 
 

@@ -17,6 +17,7 @@ from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.token_tables.codec import FactoredRows, PlainRows, QuantisedRows, make_codec, right_singular_vectors
 from megamem.token_tables.config import TokenTableConfig
@@ -165,6 +166,7 @@ def fetched_bank(memory: TokenTableConfig, values: Tensor, columns: tuple[int, i
         MoveConfig(vocab_size=40, value_dim=8, num_slots=3, num_gate_heads=2),
         LaveConfig(vocab_size=40, value_dim=8, num_gate_heads=2),
         TideConfig(vocab_size=40, value_dim=8, num_tables=4),
+        StemConfig(vocab_size=40, value_dim=8),
     ],
     ids=lambda memory: memory.kind,
 )

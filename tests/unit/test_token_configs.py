@@ -81,6 +81,34 @@ def test_tides_backbones_are_those_of_the_page(name: str) -> None:
     ]
 
 
+STEM = REPOSITORY / "configs" / "stem" / "350m.yaml"
+
+
+@pytest.mark.parametrize(
+    ("shown", "placement"),
+    [
+        (" `model.memory.placement.every=3`", "every: 3"),
+        ("", "every: 2"),
+        (", all but the first", f"blocks: {list(range(1, 32))}"),
+    ],
+)
+def test_stems_model_is_that_of_the_page(shown: str, placement: str) -> None:
+    config = load_config(STEM, [f"model.memory.placement={{{placement}}}"])
+    validate(config, None)
+    counts = count_parameters(config.model)
+    page = (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `configs/stem/350m\.yaml`{re.escape(shown)} \| (.*) \|$", page, re.MULTILINE)
+    layers, computed, active, printed = row.split(" | ")
+    assert [layers, computed, active] == [
+        f"{config.model.num_memory_layers}",
+        f"{counts.total / 1e9:.3f}B",
+        f"{counts.active / 1e9:.3f}B",
+    ]
+    # A third of the layers alone is as large as is printed.
+    assert (f"{counts.total / 1e9:.2f}B" == printed) == (placement == "every: 3")
+    assert f"{count_parameters(load_config(STEM, ['model.memory=null']).model).total / 1e6:.0f}M" in page
+
+
 def test_what_is_said_of_tides_backbone() -> None:
     """The backbone without tables: as shipped, and as narrow as its paper's 1.03 GB of 8 bits would have it, with and
     without the embedding."""

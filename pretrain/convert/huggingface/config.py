@@ -71,7 +71,7 @@ _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     Scoring.ROWS: ({"query_proj", "keys"}, set()),
     Scoring.NGRAMS: (_NGRAM_WEIGHTS, _NGRAM_OPTIONS),
     # Those of `remote_code/token_tables_megamem.py`.
-    Scoring.TOKENS: (set(), {"gate_proj", "router", "gate", "gate_bias", "up_proj"}),
+    Scoring.TOKENS: (set(), {"gate_proj", "router", "gate", "gate_bias", "up_proj", "down_proj"}),
 }
 
 # Those whose layers have keys.

@@ -181,14 +181,17 @@ def test_a_memory_with_a_place_of_its_own_is_not_placed_around_the_feed_forward(
     memory = "kind: behind_the_heads, value_dim: 128, placement"
     path = write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}: {{{setting}}}}}}}")
     key = f"model.memory.placement.{setting.split(':')[0]}"
-    assert f"{key} has no effect unless model.memory stands around the feed-forward: {SUFFIX}" in refusal(path)
+    reason = "model.memory stands where placement says, and not in the one place of its kind"
+    assert f"{key} has no effect unless {reason}: {SUFFIX}" in refusal(path)
     write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}: {{blocks: [1]}}}}}}")
     config = load_config(path)
     assert config.model.memory is not None
     assert config.model.memory_name(0) == "decoder.layers.1.self_attention.core_attention.memory"
 
 
-@pytest.mark.parametrize("memory", ["kind: midus", "kind: pkm, value_dim: 128, placement: {position: instead}"])
+@pytest.mark.parametrize(
+    "memory", ["kind: midus", "kind: stem", "kind: pkm, value_dim: 128, placement: {position: instead}"]
+)
 def test_a_feed_forward_that_no_block_has_has_no_width(tmp_path: Path, memory: str) -> None:
     path = write(tmp_path, "a.yaml", f"model: {{ffn_hidden_size: 96, memory: {{{memory}}}}}")
     reason = "model.moe is null and model.memory.placement leaves a block with a feed-forward"

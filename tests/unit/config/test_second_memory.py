@@ -13,6 +13,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -88,6 +89,7 @@ def test_a_block_may_have_one_memory_in_attention_and_one_outside_of_it() -> Non
             "both have a layer in block 0, which has room for one in attention and one outside of it",
         ),
         ({"memory": TideConfig(vocab_size=61, value_dim=32)}, "model.memory.kind is tide"),
+        ({"memory": StemConfig(vocab_size=61), "second_memory": LEARNED}, "both have a layer in block 1"),
         (
             {"second_memory": MidusConfig(num_heads=4, num_keys=32, placement=PlacementConfig(blocks=(0,)))},
             "model.second_memory.kind is midus",

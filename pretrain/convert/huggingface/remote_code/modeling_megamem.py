@@ -36,6 +36,7 @@ from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import (
     MegamemMixedValues,
     MegamemSharedRead,
+    MegamemTokenFeedForward,
     MegamemTokenMixture,
     MegamemValueNgrams,
     TokenRows,
@@ -49,7 +50,14 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 memories of later blocks read with it."""
 
 # Kinds of memories, whose parameters are their own.
-_MEMORIES = (MegamemMemory, MegamemNgramMemory, MegamemMixedValues, MegamemValueNgrams, MegamemTokenMixture)
+_MEMORIES = (
+    MegamemMemory,
+    MegamemNgramMemory,
+    MegamemMixedValues,
+    MegamemValueNgrams,
+    MegamemTokenMixture,
+    MegamemTokenFeedForward,
+)
 # Slots of memories that are all that their block adds, and those among them that are given the residual stream too.
 _INSERTED, _GIVEN_STREAM = {"inserted", "stream_and_heads", "projected", "block"}, {"inserted", "stream_and_heads"}
 # Slots of memories that are given the heads of attention, which then has no output projection.
@@ -129,7 +137,7 @@ class MegamemBlock(GradientCheckpointingLayer):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
     An inserted block is h + memory of what attention says, or of h and that, and nothing else. A memory of n-grams is
-    added before attention; one of a token's rows may act inside of attention.
+    added before attention; one of a token's rows may act inside of attention, or as the feed-forward.
     """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
@@ -205,6 +213,8 @@ class MegamemBlock(GradientCheckpointingLayer):
         for memory in memories:
             if isinstance(memory, MegamemTokenMixture) and tokens.rows is not None:
                 outputs.append(memory(normal, tokens.rows.shared))
+            if isinstance(memory, MegamemTokenFeedForward) and tokens.rows is not None:
+                outputs.append(memory(normal, tokens.rows.addresses, banks[memory.layer["bank"]]))
             if isinstance(memory, MegamemMemory):
                 output = memory(normal if query is None else query, banks[memory.layer["bank"]])
                 if self.is_added_later:
@@ -223,6 +233,8 @@ def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) 
             return MegamemValueNgrams(config, memory, layer)
         case "tokens" if layer["slot"] in ("values", "latents"):
             return MegamemMixedValues(memory, layer)
+        case "tokens" if layer["slot"] == "instead":
+            return MegamemTokenFeedForward(memory, layer)
         case "tokens":
             return MegamemTokenMixture(layer)
         case _:

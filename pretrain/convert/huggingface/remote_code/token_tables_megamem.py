@@ -1,7 +1,7 @@
 """Memories whose rows a token's id addresses, or hashes of its n-grams: row v M + i is the i-th of the M of address v.
 
 Rows are mixed into attention's values, or into latents that those are made of; or all blocks add mixtures of the same
-normalised rows beside their feed-forwards.
+normalised rows beside their feed-forwards; or rows stand for a feed-forward's up-projection.
 
 Legend: b sequences, s tokens of each, T = b s, D hidden size, A addresses of a token, M rows of an address, V columns of a
 row, n parts of the columns with gates of their own.
@@ -196,3 +196,29 @@ class MegamemTokenMixture(nn.Module):
         logits = F.linear(hidden, self.router)
         weights = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
         return torch.matmul(weights[..., None, :-1], shared.to(hidden.device)).squeeze(-2)
+
+
+class MegamemTokenFeedForward(nn.Module):
+    """W_down (SiLU(W_gate n) * E[w]), a feed-forward whose up-projection is the token's row.
+
+    Attributes:
+        gate_proj: W_gate, [V, D].
+        down_proj: W_down, [D, V].
+    """
+
+    gate_proj: Tensor
+    down_proj: Tensor
+
+    def __init__(self, memory: dict[str, Any], layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer = memory, layer
+        self.gate_proj = nn.Parameter(torch.empty(layer["weights"]["gate_proj"]))
+        self.down_proj = nn.Parameter(torch.empty(layer["weights"]["down_proj"]))
+
+    def forward(self, hidden: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
+        """[b, s, D] for the feed-forward's input [b, s, D] and addresses [A, b, s]."""
+        rows = rows_of(addresses.to(hidden.device), self.memory)
+        ones = torch.ones(*rows.shape, 1, dtype=hidden.dtype, device=hidden.device)
+        gate = F.linear(hidden.flatten(0, 1), self.gate_proj)
+        read = look_up(rows, ones, None, None).to(gate.device)
+        return F.linear(F.silu(gate) * read, self.down_proj).view_as(hidden)
