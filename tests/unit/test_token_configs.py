@@ -125,3 +125,13 @@ def test_what_is_said_of_tides_backbone() -> None:
     page = (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
     assert "1.723B parameters without tables" in page
     assert "of 3,520 columns, or of 5,248" in page
+
+
+def test_ngrams_in_values_have_the_published_rows() -> None:
+    """300M rows asked for, of 32 columns per layer, 128 wide for a token's four hashes (nanochat's pull request 854)."""
+    model = load_config(REPOSITORY / "configs" / "value_ngrams" / "d24.yaml").model
+    (memory,) = model.memories
+    assert [layer.span.read for layer in model.memory_layers] == [3, 7, 11, 15]
+    assert [bank.num_rows for bank in model.memory_plan.banks] == [299_999_977] * 4
+    assert memory.lookup.rows * memory.width("values") == 128
+    assert count_parameters(model).tables == 4 * 299_999_977 * 32
