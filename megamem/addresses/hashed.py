@@ -24,6 +24,7 @@ class HashedNgrams(nn.Module):
     def __init__(self, address: NgramAddressConfig, device: torch.device) -> None:
         super().__init__()
         self.hashes = address.hashes
+        self.boundary_id, self.cuts_at_boundary = address.boundary_id, address.cuts_at_boundary
         # Checkpoints leave out what the configuration says.
         for name in ("orders", "multipliers", "moduli", "offsets"):
             numbers = torch.tensor(getattr(self.hashes, name), dtype=torch.int64, device=device)
@@ -32,7 +33,15 @@ class HashedNgrams(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
         """[A, s, b] int64 of ids and positions [s, b]; `halo` reaches the tokens before them."""
         num_tokens = self.multipliers.shape[1]
-        ids = window(token_ids, positions, halo, max_order=num_tokens, boundary_id=MISSING_ID, cut_at_boundary=False)
+        ids = window(
+            token_ids,
+            positions,
+            halo,
+            max_order=num_tokens,
+            boundary_id=self.boundary_id,
+            cut_at_boundary=self.cuts_at_boundary,
+            missing_id=MISSING_ID,
+        )
         mixed = self._product(ids[0], 0)
         for lag in range(1, num_tokens):
             product = self._product(ids[lag], lag)

@@ -1,20 +1,21 @@
 """Hashes of the n-grams that end at a token, which stand for its id where a memory's rows are addressed.
 
 Published rules: "sum" in github.com/karpathy/nanochat/pull/854 and github.com/KellerJordan/modded-nanogpt/pull/366, "xor"
-in pulls 201 and 299 of the latter.
+in pulls 201 and 299 of the latter; "polynomial" in LongCat (arXiv 2601.21204) and vLLM's code of it.
 
 Legend: N highest order, K heads per order, A = (N - 1) K addresses of a token, c_j the id j tokens before it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from megamem.addresses.primes import largest_prime
 from megamem.config_base import Advice, Config, EffectiveWhen
@@ -40,7 +41,6 @@ class Hashes:
         moduli: [A], p_a.
         offsets: [A], least number of each address.
         missing: number behind the offset of n-grams that the start of a sequence cuts; None: ids that are not there are 0.
-        num_rows: addresses that there are, numbered from 0.
     """
 
     operation: Literal["sum", "xor"]
@@ -49,23 +49,32 @@ class Hashes:
     moduli: tuple[int, ...]
     offsets: tuple[int, ...]
     missing: int | None
-    num_rows: int
 
 
 @dataclass(frozen=True)
 class NgramAddressConfig(Config):
     """Addresses of a token: hashes of the n-grams that end at it."""
 
-    rules: Literal["sum", "xor"] = "sum"
+    rules: Literal["sum", "xor", "polynomial"] = "sum"
     """Rules by which ids are hashed. sum: (sum_j c_j m_j) mod p with the largest prime p up to num_rows; all heads share one
     range of rows, and ids before a sequence's start are 0. xor: (xor_j c_j m_j) mod (num_rows - 1); every order has a range
-    of rows, whose last one is that of n-grams which a sequence's start cuts."""
+    of rows, whose last one is that of n-grams which a sequence's start cuts. polynomial: (sum_j c_j base^j) mod (num_rows + 2 q + 1)
+    for the q-th hash of all, which has a range of rows of its own; ids that are not there are 0, as are those up to the last
+    boundary_id before a token."""
     max_order: Annotated[int, Ge(2), Le(4), Advice("n-grams have 2 to 4 tokens")] = 2
     """N: tokens of the longest n-gram; there are those of every order from 2 on."""
-    heads_per_order: Annotated[PositiveInt, EffectiveWhen(lambda c: c.rules == "sum", "rules are sum")] = 1
+    heads_per_order: Annotated[
+        PositiveInt, EffectiveWhen(lambda c: c.rules != "xor", "rules are sum or polynomial")
+    ] = 1
     """K: hashes of each order."""
     num_rows: Annotated[int, Ge(3), Advice("as many n-grams share a row as there are of them per row")] = 65536
-    """Rows that hashes address, for every slot of the memory; of xor for every order, too."""
+    """Rows that hashes address, for every slot of the memory; of xor for every order, too, of polynomial for every hash."""
+    base: Annotated[PositiveInt | None, EffectiveWhen(lambda c: c.rules == "polynomial", "rules are polynomial")] = None
+    """Base of the polynomial; null: as many as there are token ids."""
+    boundary_id: Annotated[NonNegativeInt, EffectiveWhen(lambda c: c.rules == "polynomial", "rules are polynomial")] = (
+        MISSING_ID
+    )
+    """Token id that hides itself and all older ones from the tokens behind it: an end-of-document token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,13 +95,33 @@ class NgramAddressConfig(Config):
         return self.max_order - 1
 
     @property
+    def cuts_at_boundary(self) -> bool:
+        """True if a token of boundary_id hides all older ones from those behind it."""
+        return self.rules == "polynomial"
+
+    def sized(self, vocab_size: int) -> Self:
+        """These addresses for so many token ids, where their base is left to them."""
+        is_open = self.rules == "polynomial" and self.base is None
+        return replace(self, base=vocab_size) if is_open else self
+
+    @property
+    def num_hashed_rows(self) -> int:
+        """Rows that hashes address."""
+        if self.rules == "sum":
+            return largest_prime(self.num_rows)
+        if self.rules == "xor":
+            return self.num_rows * self.num_addresses
+        return sum(_moduli(self.num_rows, self.num_addresses))
+
+    @property
     def hashes(self) -> Hashes:
         """Numbers of the hashes, address by address, those of an order together."""
-        return _hashes(self.rules, self.max_order, self.heads_per_order, self.num_rows)
+        assert self.rules != "polynomial" or self.base is not None, "the base is left to a vocabulary that is not known"
+        return _hashes(self.rules, self.max_order, self.heads_per_order, self.num_rows, self.base or 0)
 
 
 @lru_cache(maxsize=64)
-def _hashes(rules: Literal["sum", "xor"], max_order: int, heads: int, num_rows: int) -> Hashes:
+def _hashes(rules: Literal["sum", "xor", "polynomial"], max_order: int, heads: int, num_rows: int, base: int) -> Hashes:
     orders = tuple(order for order in range(2, max_order + 1) for _ in range(heads))
     if rules == "xor":
         last = num_rows - 1
@@ -103,7 +132,19 @@ def _hashes(rules: Literal["sum", "xor"], max_order: int, heads: int, num_rows: 
             moduli=(last,) * len(orders),
             offsets=tuple(num_rows * place for place in range(len(orders))),
             missing=last,
-            num_rows=num_rows * len(orders),
+        )
+    if rules == "polynomial":
+        moduli = _moduli(num_rows, len(orders))
+        return Hashes(
+            operation="sum",
+            orders=orders,
+            multipliers=tuple(
+                _padded([pow(base, lag, modulus) for lag in range(order)], max_order)
+                for order, modulus in zip(orders, moduli, strict=True)
+            ),
+            moduli=moduli,
+            offsets=(0, *itertools.accumulate(moduli[:-1])),
+            missing=None,
         )
     prime = largest_prime(num_rows)
     return Hashes(
@@ -118,8 +159,11 @@ def _hashes(rules: Literal["sum", "xor"], max_order: int, heads: int, num_rows: 
         moduli=(prime,) * len(orders),
         offsets=(0,) * len(orders),
         missing=None,
-        num_rows=prime,
     )
+
+
+def _moduli(num_rows: int, num_addresses: int) -> tuple[int, ...]:
+    return tuple(num_rows + 2 * place + 1 for place in range(num_addresses))
 
 
 def _sum_multipliers(order: int, head: int) -> list[int]:

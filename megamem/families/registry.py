@@ -11,6 +11,7 @@ from megamem.families.linear_memory.family import LINEAR
 from megamem.families.memory_plus.family import MEMORY_PLUS
 from megamem.families.midus.family import MIDUS
 from megamem.families.move.family import MOVE
+from megamem.families.ngram_embedding.family import NGRAM_EMBEDDING
 from megamem.families.peer.family import PEER
 from megamem.families.pkm.family import PKM
 from megamem.families.stem.family import STEM
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family[Any]] = {
         STEM,
         MIDUS,
         ENGRAM,
+        NGRAM_EMBEDDING,
     )
 }
 """By `model.memory.kind`."""

@@ -2,7 +2,8 @@
 
 The config of a memory names its slot (`MemoryConfig.slot_of`). `block_plan.py` resolves what is left of every block,
 which building, costs, growth, exports and initialisation read; `megamem.backbone` lets the slot edit the block's spec.
-The slots around the feed-forward are here, as `placement` puts any family there; others stand beside their families.
+The slots around the feed-forward are here, as `placement` puts any family there, and those before a block, which families
+share; others stand beside their families.
 """
 
 from __future__ import annotations
@@ -61,3 +62,12 @@ INSERTED = Slot("inserted", _AROUND_FFN, has_ffn=False, is_inserted=True, is_exp
 projection. `forward(n, inputs)` is given the sum as it is."""
 SKIP = Slot("skip", _AROUND_FFN, is_exported=True)
 """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
+
+_BEFORE = "megamem.entry_block:edit"
+_BEHIND_ENTRY = "megamem.entry_block:EntryBlock"
+ENTRY = Slot("entry", _BEFORE, module="entry", layer_path=_BEHIND_ENTRY, is_exported=True)
+"""h + Mem(h) before the block's attention and its norm: `forward(h, inputs)` returns [t, b, D] for the residual stream
+h [t, b, D] of this rank's tokens."""
+EMBEDDING = Slot("embedding", _BEFORE, module="entry", layer_path=_BEHIND_ENTRY, is_exported=True)
+"""Mem(h) before the first block, whose stream h [t, b, D] is the input embedding of this rank's tokens: `forward(h, inputs)`
+returns what the blocks get in its place."""

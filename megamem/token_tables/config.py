@@ -63,6 +63,11 @@ class TokenTableConfig(MemoryConfig):
     def ids_before(self) -> int:
         return 0 if self.address is None else self.address.ids_before
 
+    @property
+    def exported(self) -> Mapping[str, str]:
+        """Options of the family that exported code reads by the name of their key."""
+        return {}
+
     def num_addresses(self, num_layers: int) -> int:
         return 0 if self.address is None else self.address.num_addresses
 
@@ -73,12 +78,13 @@ class TokenTableConfig(MemoryConfig):
     @property
     def num_rows(self) -> int:
         """Rows of a bank; 0 where they are left to a vocabulary that is not known (`sized`)."""
-        num_addresses = (self.vocab_size or 0) if self.address is None else self.address.hashes.num_rows
+        num_addresses = (self.vocab_size or 0) if self.address is None else self.address.num_hashed_rows
         return num_addresses * self.slots_per_address
 
     def sized(self, vocab_size: int) -> Self:
-        is_sized = self.vocab_size is not None or self.address is not None
-        return self if is_sized else replace(self, vocab_size=vocab_size)
+        if self.address is not None:
+            return replace(self, address=self.address.sized(vocab_size))
+        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def check(self, backbone: Backbone) -> None:
         num_ids = backbone.vocab_size

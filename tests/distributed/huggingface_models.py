@@ -16,6 +16,7 @@ from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.stem.config import StemConfig
@@ -194,6 +195,20 @@ MODELS: dict[str, ModelConfig] = {
             address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41),
             placement=PlacementConfig(every=2),
         ),
+    ),
+    "ngram embedding, amplified": replace(
+        BASE,
+        vocab_size=None,
+        memory=NgramEmbeddingConfig(
+            value_dim=6,
+            amplification="layer_norm",
+            address=NgramAddressConfig(
+                rules="polynomial", max_order=3, heads_per_order=2, num_rows=40, boundary_id=BOUNDARIES[0]
+            ),
+        ),
+    ),
+    "ngram embedding": replace(
+        BASE, memory=NgramEmbeddingConfig(value_dim=6, address=NgramAddressConfig(max_order=4, num_rows=60))
     ),
     "value n-grams": replace(
         BASE,

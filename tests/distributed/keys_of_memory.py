@@ -42,6 +42,7 @@ NAMES_OF_KINDS = {
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "value_ngrams": {"gate", "up_proj"},
+    "ngram_embedding": {"up_proj"},
     "tide": {"router"},
     "stem": {"gate_proj", "down_proj"},
     "midus": {"keys", "expansion"},

@@ -20,6 +20,7 @@ from keys_table import (
     with_kind,
     with_memory,
 )
+from tiny_runs import VOCAB_SIZE
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary import rotary_turns
@@ -226,6 +227,50 @@ def _(base: Subject, second: Subject) -> None:
     for subject, wanted in ((base, 0.5), (second, 1 / (1 + math.exp(3)))):
         layer: Any = subject.layer
         assert float(layer.gates(torch.zeros(1, 1, 32))) == pytest.approx(wanted)
+
+
+EMBEDDED = with_kind(
+    "ngram_embedding", value_dim=4, address=NgramAddressConfig(rules="polynomial", num_rows=100, heads_per_order=2)
+)
+
+
+@TOKEN_MEMORIES.key("model.memory.address.base", 50, EMBEDDED)
+def _(base: Subject, second: Subject) -> None:
+    """As many as token ids, or so many; the second hash's rows begin behind the first one's 101."""
+    for subject, number in ((base, VOCAB_SIZE), (second, 50)):
+        found = (60 + 5 * number) % 101, 101 + (60 + 5 * number) % 103
+        assert addresses_of(subject, [5, 60])[1] == list(found)
+    assert base.shapes["banks.0.values"] == (101 + 103, 4)
+
+
+@TOKEN_MEMORIES.key("model.memory.address.boundary_id", 5, EMBEDDED)
+def _(base: Subject, second: Subject) -> None:
+    """A token that ends a document is hidden from those behind it, and sees its own past."""
+    for subject, is_seen in ((base, True), (second, False)):
+        with_it, without = (addresses_of(subject, ids)[-1] for ids in ([7, 5, 60], [7, 0, 60]))
+        assert (with_it != without) == is_seen
+        assert addresses_of(subject, [7, 5])[1] != addresses_of(subject, [0, 5])[1]
+
+
+@TOKEN_MEMORIES.key("model.memory.amplification", "sqrt_width", EMBEDDED)
+def _(base: Subject, second: Subject) -> None:
+    layer: Any = base.layer
+    amplified: Any = second.layer
+    hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(4))
+    inputs = layer.alone(Inputs(torch.tensor([[[3], [9]], [[0], [1]]])))
+    with torch.no_grad():
+        assert torch.allclose(amplified(hidden, inputs), layer(hidden, inputs) * math.sqrt(32))
+
+
+@TOKEN_MEMORIES.key("model.memory.amplification", "layer_norm", EMBEDDED)
+def _(base: Subject, second: Subject) -> None:
+    amplified: Any = second.layer
+    hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(4))
+    inputs = amplified.alone(Inputs(torch.tensor([[[3], [9]], [[0], [1]]])))
+    with torch.no_grad():
+        out = amplified(hidden, inputs)
+    assert float(out.mean().abs()) < 1e-6
+    assert torch.allclose(out.square().mean(-1), torch.ones(2, 1), atol=1e-3)
 
 
 # Memories that n-grams address.

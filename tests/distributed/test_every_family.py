@@ -96,10 +96,13 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"key_expansion": 2},
     {"value_projection": True},
     {"address": NgramAddressConfig(max_order=3, num_rows=20), "vocab_size": None},
+    {"address": NgramAddressConfig(rules="polynomial", num_rows=20), "vocab_size": None},
     {"address": NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=20), "vocab_size": None, "value_dim": 1},
     {"address": None, "vocab_size": VOCAB_SIZE + 3},
 )
 UNREAD = {
+    "placement.every",
+    "placement.blocks",
     "placement.position",
     "placement.spans",
     "placement.query_group",
@@ -109,7 +112,7 @@ UNREAD = {
     "compressed_vocab_size",
     "vocab_size",
 }
-"""Keys that some families refuse or do not read: they have a slot of their own, the backbone's widths, no file, or addresses that
+"""Keys that some families refuse or do not read: they have a slot or a block of their own, the backbone's widths, no file, or addresses that
 are no ids."""
 
 
@@ -162,7 +165,7 @@ def changed(base: RunConfig, key: str, values: Iterable[Any]) -> Iterator[RunCon
     for value in values:
         try:
             found = set_key(base, key, value)
-        except ValueError:
+        except (ValueError, TypeError):
             continue
         if found != base:
             yield found

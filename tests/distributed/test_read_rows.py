@@ -37,7 +37,7 @@ MODELS: dict[str, ModelConfig] = {
     **{kind: replace(SHARED.model, memory=memory) for kind, memory in KINDS.items() if "," not in kind},
     **{
         kind: of_tokens(kind).model
-        for kind in ("move", "lave", "tide", "stem", "engram", "engram, ple", "move by n-grams")
+        for kind in ("move", "lave", "tide", "stem", "engram", "engram, ple", "move by n-grams", "ngram embedding")
     },
     "two families": of_tokens("engram beside learned keys").model,
 }

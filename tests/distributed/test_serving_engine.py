@@ -29,6 +29,7 @@ from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.stem.config import StemConfig
@@ -87,6 +88,14 @@ MODELS: dict[str, ModelConfig] = {
         SERVED, memory=EngramConfig(**NGRAMS, max_order=4, conv_kernel=3, placement=PlacementConfig(blocks=(0, 2)))
     ),
     "tide": replace(SERVED, memory=TideConfig(value_dim=SERVED.hidden_size, num_tables=3)),
+    "ngram embedding": replace(
+        SERVED,
+        memory=NgramEmbeddingConfig(
+            value_dim=16,
+            amplification="sqrt_width",
+            address=NgramAddressConfig(rules="polynomial", max_order=3, num_rows=90),
+        ),
+    ),
     "value n-grams in one head": replace(
         SERVED,
         memory=ValueNgramsConfig(

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "one rank": (
         1,
         {"micro_batch_size": 4},
-        ("engram", "engram, ple", "two families", "move", "tide", "stem", "move by n-grams"),
+        ("engram", "engram, ple", "two families", "move", "tide", "stem", "move by n-grams", "ngram embedding"),
     ),
     "one rank, two microbatches, recomputed": (
         1,
@@ -319,7 +319,10 @@ def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_
     [
         (
             {"model": MODELS["shared"]},
-            ("model.memory.kind is ultramem_v2", "as those of move, lave, value_ngrams, tide, stem, engram are"),
+            (
+                "model.memory.kind is ultramem_v2",
+                "as those of move, lave, value_ngrams, tide, stem, engram, ngram_embedding are",
+            ),
         ),
         ({"checkpoint": CheckpointConfig(asynchronous=True)}, ("checkpoint.asynchronous: false",)),
     ],

@@ -17,6 +17,7 @@ from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
@@ -66,6 +67,11 @@ KINDS: dict[str, MemoryConfig | None] = {
     ),
     "value n-grams, one key/value head": ValueNgramsConfig(
         value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)
+    ),
+    "ngram embedding": NgramEmbeddingConfig(
+        value_dim=8,
+        amplification="layer_norm",
+        address=NgramAddressConfig(rules="polynomial", max_order=3, heads_per_order=2, num_rows=40, boundary_id=8),
     ),
     "tide by n-grams": TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
     "stem by n-grams": StemConfig(
@@ -133,6 +139,7 @@ EVERYWHERE = (
     "engram beside learned keys",
     "move by n-grams",
     "value n-grams",
+    "ngram embedding",
 )
 BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
@@ -180,6 +187,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
+        "ngram embedding",
         "stem by n-grams",
         "value n-grams",
         "move by n-grams",

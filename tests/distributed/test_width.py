@@ -28,6 +28,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import FAMILIES
 from megamem.families.stem.config import StemConfig
@@ -53,6 +54,9 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
     "move": lambda width: MoveConfig(value_dim=width, num_gate_heads=width // 8),
     "lave": lambda width: LaveConfig(value_dim=width, num_gate_heads=width // 8),
     "tide": lambda width: TideConfig(value_dim=width),
+    "ngram_embedding": lambda width: NgramEmbeddingConfig(
+        value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)
+    ),
     "value_ngrams": lambda width: ValueNgramsConfig(value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)),
     "stem": lambda width: StemConfig(value_dim=2 * width),
     "engram": lambda width: EngramConfig(

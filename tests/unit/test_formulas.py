@@ -19,6 +19,7 @@ from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.stem.config import StemConfig
@@ -109,6 +110,9 @@ MODELS = {
         memory=TideConfig(
             value_dim=32, num_tables=2, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=20)
         ),
+    ),
+    "ngram embedding": replace(
+        DENSE, memory=NgramEmbeddingConfig(value_dim=8, address=NgramAddressConfig(rules="polynomial", num_rows=40))
     ),
     "value n-grams": replace(
         DENSE, memory=ValueNgramsConfig(value_dim=5, address=NgramAddressConfig(max_order=3, num_rows=31))

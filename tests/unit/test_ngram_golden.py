@@ -13,11 +13,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.bank import Bank
+from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.stem.config import StemConfig
-from megamem.inputs import Inputs
+from megamem.inputs import Inputs, pack
 from tests.golden import TOLERANCE, build_memory, check, megatron, read_case
 
 Kernels = Literal["auto", "naive"]
@@ -55,6 +58,42 @@ def stem(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.
     return out, gradients
 
 
+def longcat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, kernels: Kernels) -> Outcome:
+    """Sub-tables are ranges of one table's rows, and their projections stand side by side."""
+    recorded, tables = config["addresses"], config["addresses"]["tables"]
+    memory = NgramEmbeddingConfig(
+        value_dim=tensors["param.table.0"].shape[1],
+        address=NgramAddressConfig(
+            rules="polynomial",
+            max_order=max(table["order"] for table in tables),
+            heads_per_order=1 + max(table["k"] for table in tables),
+            num_rows=tables[0]["rows"] - 1,
+            base=recorded["base"],
+            boundary_id=recorded["eos_id"],
+        ),
+    )
+    (layer,), banks = build_memory(memory, megatron({"d": config["width"], "H": 1}, dtype), 1, kernels)
+    embedding = tensors["param.embedding"].to(dtype, copy=True).requires_grad_()
+    numbers = range(len(tables))
+    with torch.no_grad():
+        layer.up_proj.copy_(torch.cat([tensors[f"param.projection.{number}"] for number in numbers]).T)
+        table_of(banks, 0).copy_(torch.cat([tensors[f"param.table.{number}"] for number in numbers]))
+    ids = tensors["in.tokens"]
+    inputs = layer.alone(Inputs(pack(ids, torch.arange(ids.shape[1]).expand_as(ids))))
+    out = layer(F.embedding(ids.T, embedding), inputs).transpose(0, 1)
+
+    def gradients() -> dict[str, Tensor]:
+        of_tables = gradient(table_of(banks, 0)).split([table["rows"] for table in tables])
+        of_projections = gradient(layer.up_proj).T.chunk(len(tables))
+        return {
+            "embedding": gradient(embedding),
+            **{f"table.{number}": of_tables[number] for number in numbers},
+            **{f"projection.{number}": of_projections[number] for number in numbers},
+        }
+
+    return out, gradients
+
+
 def table_of(banks: list[Bank], index: int) -> Tensor:
     return banks[index].get_parameter("values")
 
@@ -64,11 +103,10 @@ def gradient(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-CASES = {"stem_ffn": stem}
+CASES = {"stem_ffn": stem, "longcat_embedding": longcat}
 """By the case's name, what computes it with the product's layers."""
 # Families that are not here.
 ELSEWHERE = {
-    "longcat_embedding",
     "mome_bigrams",
     "mome_tokens",
     "move_bigrams",

@@ -1,4 +1,4 @@
-"""The config of Engram, and the slot in which it acts."""
+"""The config of Engram."""
 
 from __future__ import annotations
 
@@ -14,19 +14,9 @@ from megamem.config_base import Advice, EffectiveWhen
 from megamem.identity import Role
 from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Ngrams, Scoring, Table
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
-from megamem.placement.slots import Slot
+from megamem.placement.slots import ENTRY, Slot
 
 from .hashing import head_sizes
-
-ENTRY = Slot(
-    "entry",
-    edit_path="megamem.families.engram.block:edit",
-    module="entry",
-    layer_path="megamem.families.engram.block:EngramBlock",
-    is_exported=True,
-)
-"""h + Mem(h) before the block's attention and its norm: `forward(h, inputs)` returns [t, b, D] for the residual stream
-h [t, b, D] of this rank's tokens."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,6 @@ from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.token_tables.config import ValuesConfig
 
 
-def _published_address() -> NgramAddressConfig:
-    return NgramAddressConfig(max_order=3, heads_per_order=2)
-
-
 @dataclass(frozen=True)
 class ValueNgramsConfig(ValuesConfig):
     """Narrow rows of n-grams, a table per layer, whose addresses all layers share."""
@@ -26,7 +22,7 @@ class ValueNgramsConfig(ValuesConfig):
 
     kind: Literal["value_ngrams"] = "value_ngrams"
     """value_ngrams: narrow rows of n-grams, gated and added to attention's values."""
-    address: NgramAddressConfig | None = field(default_factory=_published_address)
+    address: NgramAddressConfig | None = field(default_factory=NgramAddressConfig)
     """Addresses by hashes of the last tokens; null: the token's id is its one address."""
     value_dim: PositiveInt = 32
     """V: columns of a row. A token's memory is the rows of its addresses, side by side."""

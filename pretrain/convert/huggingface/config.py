@@ -188,6 +188,8 @@ def _memory(model: ModelConfig, key: str, seed: int, tensors: Mapping[str, Tenso
         raise _unknown(key, memory, "which chooses what it reads neither by scores nor by tokens")
     needed, options = _WEIGHTS[scoring]
     of_family = [(index, layer) for index, layer in enumerate(model.memory_layers) if layer.memory.kind == memory.kind]
+    # With what follows from the number of token ids.
+    memory = of_family[0][1].memory
     banks = model.banks_of(memory)
     ngrams = memory.ngrams(len(of_family))
     layers: list[dict[str, Any]] = []
@@ -244,6 +246,7 @@ def _token_settings(memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> 
     assert isinstance(memory, TokenTableConfig)
     return {
         "rows_per_token": memory.lookup.rows,
+        **memory.exported,
         "slots_per_address": memory.slots_per_address,
         "address": None if memory.address is None else _address_settings(memory.address),
         "num_gate_heads": memory.lookup.scores,
@@ -255,8 +258,9 @@ def _token_settings(memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> 
 def _address_settings(address: NgramAddressConfig) -> dict[str, Any]:
     return {
         "max_order": address.max_order,
-        "boundary_id": MISSING_ID,
-        "cut_at_boundary": False,
+        "boundary_id": address.boundary_id,
+        "missing_id": MISSING_ID,
+        "cut_at_boundary": address.cuts_at_boundary,
         **asdict(address.hashes),
     }
 

@@ -64,6 +64,10 @@ END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier"
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
 ENGRAM: dict[str, Any] = {"model__memory__kind": "engram"}
+POLYNOMIAL: dict[str, Any] = {
+    "model__memory__kind": "ngram_embedding",
+    "model__memory__address__rules": "polynomial",
+}
 VALUE_NGRAMS: dict[str, Any] = {"model__memory__kind": "value_ngrams"}
 MIDUS: dict[str, Any] = {
     "model__memory__kind": "midus",
@@ -127,6 +131,8 @@ LIMITS = [
     *at_least(2, "model.memory.address.max_order", **VALUE_NGRAMS),
     *at_most(4, "model.memory.address.max_order", **VALUE_NGRAMS),
     *at_least(3, "model.memory.address.num_rows", **VALUE_NGRAMS),
+    *at_least(1, "model.memory.address.base", **POLYNOMIAL),
+    *at_least(0, "model.memory.address.boundary_id", **POLYNOMIAL),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
     *at_least(2, "model.memory.max_order", "model.memory.rows_per_head", **ENGRAM),
     *at_most(4, "model.memory.max_order", **ENGRAM),

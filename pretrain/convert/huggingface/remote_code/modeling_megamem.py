@@ -35,6 +35,7 @@ from .ngrams_megamem import MegamemNgramMemory, Ngrams, hashed, ngrams_of, place
 from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import (
     MegamemMixedValues,
+    MegamemNgramEmbedding,
     MegamemSharedRead,
     MegamemTokenFeedForward,
     MegamemTokenMixture,
@@ -55,6 +56,7 @@ _MEMORIES = (
     MegamemNgramMemory,
     MegamemMixedValues,
     MegamemValueNgrams,
+    MegamemNgramEmbedding,
     MegamemTokenMixture,
     MegamemTokenFeedForward,
 )
@@ -194,6 +196,8 @@ class MegamemBlock(GradientCheckpointingLayer):
             if isinstance(memory, MegamemNgramMemory) and tokens.ngrams is not None:
                 recent = tokens.ngrams.paged or recent_tokens(cache, self.num_blocks)
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
+            if isinstance(memory, MegamemNgramEmbedding) and tokens.rows is not None:
+                h = memory(h, tokens.rows.addresses, banks[memory.layer["bank"]])
             if isinstance(memory, (MegamemMixedValues, MegamemValueNgrams)) and tokens.rows is not None:
                 kwargs["mix"] = partial(memory, addresses=tokens.rows.addresses, look_up=banks[memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
@@ -229,6 +233,8 @@ def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) 
     match memory["scoring"]:
         case "ngrams":
             return MegamemNgramMemory(config, memory, layer)
+        case "tokens" if layer["slot"] == "embedding":
+            return MegamemNgramEmbedding(config, memory, layer)
         case "tokens" if "gate" in layer["weights"]:
             return MegamemValueNgrams(config, memory, layer)
         case "tokens" if layer["slot"] in ("values", "latents"):

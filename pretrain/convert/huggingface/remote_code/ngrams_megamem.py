@@ -157,6 +157,8 @@ def ngrams_of(
 ) -> Ngrams:
     """The n-grams that end at `input_ids` [b, s]; what would stand before a text reads the boundary's id."""
     order, boundary = settings["max_order"], settings["boundary_id"]
+    # Addresses of rows have an id of their own for what is not there.
+    missing = settings.get("missing_id", boundary)
     places = places.expand_as(input_ids)
     whole = recent.extended("ids", input_ids, order - 1)
     window, seen = [input_ids], torch.ones_like(places, dtype=torch.bool)
@@ -164,7 +166,7 @@ def ngrams_of(
         before = whole(lag)
         inside = places >= lag
         seen = seen & inside & (before != boundary) if settings["cut_at_boundary"] else inside
-        window.append(torch.where(seen, before, boundary))
+        window.append(torch.where(seen, before, missing))
     return Ngrams(torch.stack(window), places, recent if isinstance(recent, PagedTokens) else None)
 
 

@@ -9,6 +9,7 @@ row, n parts of the columns with gates of their own.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,34 @@ def columns_here(count: int, width: int, block: int) -> slice:
     # Fewer heads than ranks are on several.
     first = number * (width // count) // size * count
     return slice(first, first + count)
+
+
+class MegamemNgramEmbedding(nn.Module):
+    """(h + W e) / (A + 1) for an input embedding h and the rows e of a token's A addresses, side by side; then amplified.
+
+    Attributes:
+        up_proj: W, [D, E].
+    """
+
+    up_proj: Tensor
+
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer, self.epsilon = memory, layer, config.rms_norm_eps
+        self.up_proj = nn.Parameter(torch.empty(layer["weights"]["up_proj"]))
+
+    def forward(self, hidden: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
+        """[b, s, D] of embeddings [b, s, D] and addresses [A, b, s]."""
+        rows = rows_of(addresses.to(hidden.device), self.memory)
+        ones = torch.ones(rows.numel(), 1, 1, dtype=hidden.dtype, device=hidden.device)
+        read = look_up(rows.view(-1, 1), ones, None, None).to(hidden.device).view(*hidden.shape[:2], -1)
+        mean = (hidden + F.linear(read, self.up_proj)) / (rows.shape[1] + 1)
+        match self.memory["amplification"]:
+            case "sqrt_width":
+                return mean * math.sqrt(hidden.shape[-1])
+            case "layer_norm":
+                return F.layer_norm(mean, mean.shape[-1:], eps=self.epsilon)
+        return mean
 
 
 class MegamemSharedRead(nn.Module):

@@ -15,12 +15,12 @@ from torch import Tensor
 from megamem.attention.kv_cache import KeyValueCache
 from megamem.backbone.parts import Parts, Site
 from megamem.block import MemoryBlock, MemorySite
-from megamem.families.engram.config import ENTRY
 from megamem.inputs import Inputs
+from megamem.placement.slots import EMBEDDING, ENTRY
 
 
 def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
-    """Leave the block's parts as they are: the memory stands before all of them, in `EngramBlock`."""
+    """Leave the block's parts as they are: the memory stands before all of them, in `EntryBlock`."""
 
 
 class EntryMemory(MegatronModule, MemorySite):
@@ -31,24 +31,28 @@ class EntryMemory(MegatronModule, MemorySite):
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         super().__init__(config=config)
         self.memory = site.make_memory()
+        self.is_embedding = site.slot == EMBEDDING
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """h + Mem(h) for `hidden` = h [t, b, D]."""
-        return hidden + self.memory(hidden, inputs) if self.memory_enabled else hidden
+        """h + Mem(h) for `hidden` = h [t, b, D], or Mem(h) of an input embedding h."""
+        if not self.memory_enabled:
+            return hidden
+        out: Tensor = self.memory(hidden, inputs)
+        return out if self.is_embedding else hidden + out
 
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
         """See `MemorySite.serve`."""
         self.memory(no_token, inputs)
 
 
-class EngramBlock(MemoryBlock):
-    """A block behind its memory (`megamem.families.engram.config.ENTRY`)."""
+class EntryBlock(MemoryBlock):
+    """A block behind its memory (`ENTRY`, `EMBEDDING`)."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, sites: tuple[Site, ...], **others: Any
     ) -> None:
         super().__init__(config, submodules, sites, **others)
-        (site,) = (site for site in sites if site.slot == ENTRY)
+        (site,) = (site for site in sites if site.slot in (ENTRY, EMBEDDING))
         self.entry = EntryMemory(config, site)
 
     def forward(
