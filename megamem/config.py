@@ -209,6 +209,11 @@ class ModelConfig(Config):
                     f"{key}.kind is {memory.kind}, for which there is no rule of muP: set model.mup: null, or choose "
                     "another family"
                 )
+            if mup.base_head_dim is not None and not memory.follows_head_width:
+                raise ValueError(
+                    f"model.mup.base_head_dim is {mup.base_head_dim}, but {key}, of kind {memory.kind}, has weights made of "
+                    "heads, and no rule for wider ones: leave it out, and give a wider model more heads (model.head_dim)"
+                )
         if mup.base_head_dim is not None and (not self.qk_norm or self.latent_attention is not None):
             where = "latent_attention is set" if self.qk_norm else "qk_norm is false"
             raise ValueError(

@@ -174,7 +174,9 @@ class MemoryConfig(Config, ABC):
     """True if the family's weights and their rates have a rule for other widths of the model (`model.mup`): its layer says
     of each weight how it follows the width, and its initial distributions agree. Widths inside of memories stay."""
     rows_are_known: ClassVar[bool] = False
-    """True if tokens alone say which rows are read (`megamem.model.MemoryGPTModel.rows_read`)."""
+    """True if tokens alone say which rows are read (`megamem.model.MemoryGPTModel.rows_read`), or among which layers choose."""
+    chooses_among_rows: ClassVar[bool] = False
+    """True if every layer reads some alone of the rows that tokens say."""
 
     kind: str
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
@@ -264,6 +266,16 @@ class MemoryConfig(Config, ABC):
     @abstractmethod
     def plan(self, num_layers: int) -> SharingPlan:
         """The banks of a model with `num_layers` memory layers, and what each layer sees of which."""
+
+    @property
+    def known_rows(self) -> int:
+        """Rows per token that are known before they are read (`rows_are_known`), or among which layers choose."""
+        return self.lookup.rows
+
+    @property
+    def follows_head_width(self) -> bool:
+        """True if `follows_width` holds where attention's heads are wider, too, and not more of them."""
+        return True
 
     @property
     def initialised_by(self) -> str:

@@ -10,6 +10,7 @@ from megamem.families.lave.family import LAVE
 from megamem.families.linear_memory.family import LINEAR
 from megamem.families.memory_plus.family import MEMORY_PLUS
 from megamem.families.midus.family import MIDUS
+from megamem.families.mome.family import MOME
 from megamem.families.move.family import MOVE
 from megamem.families.ngram_embedding.family import NGRAM_EMBEDDING
 from megamem.families.peer.family import PEER
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family[Any]] = {
         MOVE,
         LAVE,
         VALUE_NGRAMS,
+        MOME,
         TIDE,
         STEM,
         MIDUS,

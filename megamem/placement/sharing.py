@@ -57,7 +57,7 @@ class BankSpec:
     """One bank: `num_rows` rows, read by the memory layers `layers`.
 
     With `on_every_stage` every pipeline stage holds a copy of it, and the copies' gradients are added up. All layers read the
-    same rows of such a bank: those of the tokens.
+    same rows of such a bank, those of the tokens, or choose among these (`MemoryConfig.chooses_among_rows`).
     """
 
     index: int

@@ -107,6 +107,11 @@ class ValuesConfig(TokenTableConfig):
         """Elements per token that a tensor-parallel rank hands to those that have the heads, of values with so many columns;
         `follows_heads`: rows come to the ranks of their heads anyway."""
 
+    @property
+    def handed_to_tokens(self) -> int:
+        """Elements per token and key/value head that a tensor-parallel rank hands to those that have the tokens."""
+        return 0
+
 
 @dataclass(frozen=True)
 class MixedValuesConfig(ValuesConfig):

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megamem.addresses.hashed import HashedNgrams
@@ -67,6 +71,18 @@ class TokenTableLayer(MemoryLayer):
             return self.of_shared_head(own)
         heads: Tensor = all_to_all_sp2hp(own.contiguous(), self.tensor_group)
         return heads
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Rows of this tensor-parallel rank's share of the tokens, of those of all [S, A M]."""
+        return rows if self.tensor_group is None else rows.chunk(self.tensor_group.size())[self.tensor_group.rank()]
+
+    def tokens_of(self, heads: Tensor) -> Tensor:
+        """[T, all heads, columns] of this tensor-parallel rank's own tokens, for those of its heads [S, heads, columns]."""
+        if self.tensor_group is None or self.tensor_group.size() == 1:
+            return heads
+        every: Tensor = all_to_all_hp2sp(heads.flatten(1).contiguous(), self.tensor_group)
+        # Ranks that have the same head say the same of it: the first one's is taken, and has the gradient.
+        return every.unflatten(1, (-1, heads.shape[2]))[:, :: self.ranks_per_head]
 
     def of_shared_head(self, own: Tensor) -> Tensor:
         """`heads_of` of the one head that several ranks have.

@@ -76,6 +76,14 @@ def impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
             "nothing of rows",
             f"set optimizer.value_weight_decay below {1 / rate:g}",
         )
+    for section, memory in config.model.families.items():
+        shared = any(bank.on_every_stage for bank in config.model.banks_of(memory))
+        if shared and memory.chooses_among_rows and config.parallel.pipeline > 1:
+            yield (
+                f"{section}.kind is {memory.kind}, whose layers choose other rows on every stage of one table that all stages "
+                f"of parallel.pipeline {config.parallel.pipeline} hold",
+                "give each layer a table, or use one stage",
+            )
     if config.train.kernels == "naive":
         yield ("train.kernels is naive, whose gradients PyTorch makes, of all rows", "use train.kernels: auto")
 

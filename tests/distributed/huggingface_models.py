@@ -15,6 +15,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
@@ -222,6 +223,30 @@ MODELS: dict[str, ModelConfig] = {
             into="one_head",
             gate_bias=True,
             gate_channels=5,
+        ),
+    ),
+    "mome": replace(
+        BASE,
+        memory=MomeConfig(
+            num_heads=BASE.query_groups,
+            value_dim=BASE.attention_head_dim,
+            num_slots=5,
+            active_slots=3,
+            gate_channels=7,
+            one_table=True,
+        ),
+    ),
+    "mome by n-grams, routed by values, one slot, documents apart": replace(
+        BASE,
+        memory=MomeConfig(
+            num_heads=BASE.query_groups,
+            value_dim=BASE.attention_head_dim,
+            num_slots=3,
+            active_slots=1,
+            router_input="value",
+            gate_channels=7,
+            address=NgramAddressConfig(max_order=3, num_rows=60),
+            placement=PlacementConfig(every=2),
         ),
     ),
     "tide by n-grams": replace(

@@ -43,6 +43,7 @@ NAMES_OF_KINDS = {
     "lave": {"gate_proj"},
     "value_ngrams": {"gate", "up_proj"},
     "ngram_embedding": {"up_proj"},
+    "mome": {"gate", "router", "router_bias"},
     "tide": {"router"},
     "stem": {"gate_proj", "down_proj"},
     "midus": {"keys", "expansion"},
@@ -51,8 +52,10 @@ NAMES_OF_KINDS = {
 
 
 def _enter_kind(kind: Any) -> None:
+    # Rows of MoME are as wide as a head, others as the stream, or as any.
+    columns = 8 if kind == "mome" else 32
     base = replace(
-        BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4, num_heads=4))
+        BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=columns, top_k=4, num_heads=4))
     )
 
     @MEMORIES.key("model.memory.kind", kind, base)
@@ -73,6 +76,7 @@ for _kind in (
     "move",
     "lave",
     "value_ngrams",
+    "mome",
     "tide",
     "stem",
     "midus",

@@ -21,6 +21,7 @@ from keys_table import (
     with_memory,
 )
 from tiny_runs import VOCAB_SIZE
+from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary import rotary_turns
@@ -271,6 +272,65 @@ def _(base: Subject, second: Subject) -> None:
         out = amplified(hidden, inputs)
     assert float(out.mean().abs()) < 1e-6
     assert torch.allclose(out.square().mean(-1), torch.ones(2, 1), atol=1e-3)
+MOME = with_kind("mome", vocab_size=70, value_dim=8, num_heads=4, num_slots=3, gate_channels=12)
+
+
+def draw_routers(subject: Subject) -> tuple[Tensor, Tensor, Inputs]:
+    """Values [s, b, g, d] and inputs of attention for a layer whose router and gate begin as zeros, and here do not."""
+    generator = torch.Generator().manual_seed(1)
+    layer: Any = subject.layer
+    with torch.no_grad():
+        for name in ("router", "router_of_values", "router_bias"):
+            if name in subject.memory_weights:
+                weight = getattr(layer, name)
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    values, hidden = torch.randn(5, 1, 4, 8, generator=generator), torch.randn(5, 1, 32, generator=generator)
+    ids = torch.arange(5).unsqueeze(1)
+    return values, hidden, Inputs(torch.stack((ids, ids)))
+
+
+@TOKEN_MEMORIES.key("model.memory.num_slots", 4, MOME)
+def _(base: Subject, second: Subject) -> None:
+    for subject, slots in ((base, 3), (second, 4)):
+        assert subject.shapes["banks.0.values"] == (slots * 70, 8)
+        assert subject.memory_weights["router"].shape == (4 * slots, 32)
+        assert subject.memory_weights["router_bias"].shape == (4 * slots,)
+
+
+@TOKEN_MEMORIES.key("model.memory.active_slots", 1, MOME)
+def _(base: Subject, second: Subject) -> None:
+    """Two sigmoids add up to 1; of one slot there is its softmax, at first of three equal logits."""
+    for subject, active, alpha in ((base, 2, 1 / 2), (second, 1, 1 / 3)):
+        layer: Any = subject.layer
+        slots, weights = layer.choice(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 32))
+        assert slots.tolist() == [[list(range(active))] * 4]
+        assert same(weights, torch.full((1, 4, active), alpha))
+    assert base.shapes == second.shapes
+
+
+@TOKEN_MEMORIES.key("model.memory.router_input", "value", MOME)
+def _(base: Subject, second: Subject) -> None:
+    """Choices follow the values, and not attention's input; or the other way round."""
+    assert second.memory_weights["router_of_values"].shape == (3, 8)
+    assert second.memory_weights["router_bias"].shape == (3,)
+    for subject, follows_values in ((base, False), (second, True)):
+        layer: Any = subject.layer
+        values, hidden, _ = draw_routers(subject)
+        logits = layer.logits(values, hidden)
+        assert same(logits, layer.logits(-values, hidden)) != follows_values
+        assert same(logits, layer.logits(values, -hidden)) == follows_values
+
+
+@TOKEN_MEMORIES.key("model.memory.gate_channels", 5, MOME)
+def _(base: Subject, second: Subject) -> None:
+    for subject, channels in ((base, 12), (second, 5)):
+        assert subject.memory_weights["gate"].shape == (4, channels)
+
+
+@TOKEN_MEMORIES.key("model.memory.one_table", True, MOME)
+def _(base: Subject, second: Subject) -> None:
+    assert {name for name in base.shapes if name.startswith("banks.")} == {"banks.0.values", "banks.1.values"}
+    assert {name for name in second.shapes if name.startswith("banks.")} == {"banks.0.values"}
 
 
 # Memories that n-grams address.

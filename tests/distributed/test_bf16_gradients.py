@@ -26,7 +26,7 @@ MODELS: dict[str, ModelConfig] = {
     "shared": SHARED.model,
     "private": PRIVATE.model,
     **{kind: replace(SHARED.model, memory=KINDS[kind]) for kind in ("ultramem", "peer")},
-    **{kind: of_tokens(kind).model for kind in ("move", "tide", "stem", "engram")},
+    **{kind: of_tokens(kind).model for kind in ("move", "tide", "stem", "mome", "engram")},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "one rank": (1, {"micro_batch_size": 4}, tuple(MODELS)),

@@ -84,6 +84,8 @@ SIZES = {
     "heads_per_order": 2,
     "rows_per_head": 20,
 }
+SIZES_OF = {"mome": {"value_dim": HIDDEN // 4, "gate_channels": 5}}
+"""Other sizes, of families whose rows are as wide as a head."""
 # What no walk over types could make up.
 SECOND_VALUES: dict[str, tuple[Any, ...]] = {"placement.blocks": ((1,),), "placement.spans": ("0:1",)}
 # Other values of other keys, which some keys are read beside alone.
@@ -119,7 +121,9 @@ are no ids."""
 def models_of(kind: str) -> list[RunConfig]:
     """Models of a family on every backbone, and with other values of other keys, as far as it allows them."""
     names = {item.name for item in fields(FAMILIES[kind].config)}
-    memory: MemoryConfig = FAMILIES[kind].config(**{name: size for name, size in SIZES.items() if name in names})
+    memory: MemoryConfig = FAMILIES[kind].config(
+        **{name: size for name, size in (SIZES | SIZES_OF.get(kind, {})).items() if name in names}
+    )
     if getattr(memory, "address", None) is not None:
         memory = set_key(memory, "vocab_size", None)
     found = [replace(DENSE, model=replace(DENSE.model, memory=memory))]

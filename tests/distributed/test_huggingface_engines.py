@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="exported models are l
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 STREAM_AND_HEADS = "midus, stream and heads, LayerNorm before attention and of queries"
 MIXED_VALUES = ["move", "lave, every second, a gate per token, more rows"]
-BY_TOKENS = ["move over latents", "tide", "stem"]
+BY_TOKENS = ["move over latents", "tide", "stem", "mome"]
 TWO = "v2 with one stream and lave, beside experts"
 SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS]
 NAN, NOBODYS = float("nan"), torch.tensor([-1])

@@ -223,6 +223,7 @@ TEXTS = (
     "move",
     "tide",
     "stem",
+    "mome by n-grams, routed by values",
     "engram",
     "engram beside learned keys",
     "lave in blocks of learned keys",

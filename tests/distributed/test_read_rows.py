@@ -26,6 +26,7 @@ from kernels.common.row_gradient import RowGradient, distinct_rows
 from megamem.config import ModelConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
+from pretrain.config.table_gradients import with_chosen_gradients
 from pretrain.config.validate import validate
 from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.errors import ConfigError
@@ -37,7 +38,18 @@ MODELS: dict[str, ModelConfig] = {
     **{kind: replace(SHARED.model, memory=memory) for kind, memory in KINDS.items() if "," not in kind},
     **{
         kind: of_tokens(kind).model
-        for kind in ("move", "lave", "tide", "stem", "engram", "engram, ple", "move by n-grams", "ngram embedding")
+        for kind in (
+            "move",
+            "lave",
+            "tide",
+            "stem",
+            "engram",
+            "engram, ple",
+            "move by n-grams",
+            "ngram embedding",
+            "mome",
+            "mome by n-grams, routed by values",
+        )
     },
     "two families": of_tokens("engram beside learned keys").model,
 }
@@ -74,8 +86,8 @@ TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
     # Token memories have a copy of their bank on every stage.
     "pipeline 2 x virtual 2 x memory 2": ("private", "move", "tide"),
-    "context 2 x memory 2": ("move", "stem", "engram", "two families", "move by n-grams"),
-    "pipeline 2": ("tide", "move", "move, unevenly", "lave", "stem"),
+    "context 2 x memory 2": ("move", "stem", "engram", "two families", "move by n-grams", "mome"),
+    "pipeline 2": ("tide", "move", "move, unevenly", "lave", "stem", "mome by n-grams, routed by values"),
 }
 
 
@@ -274,6 +286,17 @@ def test_copies_go_on_as_the_straight_run_and_on_one_stage(run_ranks: Any, tmp_p
         assert any(".scale." in name for name in first)
         assert first.keys() == second.keys()
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_copies_of_which_other_rows_are_chosen_have_dense_gradients() -> None:
+    config = on(config_of(MODELS["mome"], "rows", "fp32"), pipeline=2, micro_batch_size=1)
+    with pytest.raises(
+        ConfigError, match=r"table_gradients is rows, and model\.memory\.kind is mome, .* give each layer a table"
+    ):
+        validate(config, 2)
+    taken = with_chosen_gradients(replace(config, optimizer=replace(config.optimizer, table_gradients="auto")))
+    assert taken.optimizer.table_gradients == "dense"
+    validate(taken, 2)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
@@ -105,6 +106,22 @@ MODELS: dict[str, ModelConfig] = {
             gate_bias=True,
         ),
     ),
+    "mome": replace(
+        SERVED,
+        memory=MomeConfig(
+            num_heads=SERVED.query_groups, value_dim=SERVED.attention_head_dim, num_slots=5, one_table=True
+        ),
+    ),
+    "mome by n-grams, routed by values": replace(
+        SERVED,
+        memory=MomeConfig(
+            num_heads=SERVED.query_groups,
+            value_dim=SERVED.attention_head_dim,
+            num_slots=3,
+            router_input="value",
+            address=NgramAddressConfig(max_order=3, num_rows=60),
+        ),
+    ),
     "lave by n-grams": replace(
         SERVED,
         memory=LaveConfig(
@@ -159,6 +176,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
             "move",
             "lave",
             "value n-grams in one head",
+            "mome",
+            "mome by n-grams, routed by values",
         )
     },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": MAPPED}),

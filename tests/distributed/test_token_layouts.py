@@ -16,6 +16,7 @@ from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.stem.config import StemConfig
@@ -37,6 +38,7 @@ HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
 LATENTS = LatentAttentionConfig(latent_dim=12, rotary_dim=4)
 QUERIES_TOO = replace(LATENTS, query_latent_dim=20)
+OF_HEADS: Any = {"num_heads": 2, "value_dim": 8, "gate_channels": 7}
 OF_LATENTS: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 12, "num_gate_heads": 4}
 NGRAMS = EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(every=2))
 KINDS: dict[str, MemoryConfig | None] = {
@@ -72,6 +74,18 @@ KINDS: dict[str, MemoryConfig | None] = {
         value_dim=8,
         amplification="layer_norm",
         address=NgramAddressConfig(rules="polynomial", max_order=3, heads_per_order=2, num_rows=40, boundary_id=8),
+    ),
+    "mome": MomeConfig(vocab_size=VOCAB_SIZE, num_slots=5, active_slots=3, one_table=True, **OF_HEADS),
+    "mome by n-grams, routed by values": MomeConfig(
+        num_slots=3,
+        router_input="value",
+        address=NgramAddressConfig(max_order=3, num_rows=60),
+        placement=PlacementConfig(every=2),
+        **OF_HEADS,
+    ),
+    "mome, one key/value head": MomeConfig(vocab_size=VOCAB_SIZE, active_slots=1, **OF_HEADS | {"num_heads": 1}),
+    "mome routed by values, one key/value head": MomeConfig(
+        vocab_size=VOCAB_SIZE, router_input="value", **OF_HEADS | {"num_heads": 1}
     ),
     "tide by n-grams": TideConfig(value_dim=HIDDEN, num_tables=2, address=NgramAddressConfig(max_order=3, num_rows=53)),
     "stem by n-grams": StemConfig(
@@ -140,13 +154,21 @@ EVERYWHERE = (
     "move by n-grams",
     "value n-grams",
     "ngram embedding",
+    "mome",
 )
 BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
-    "tensor 2 x memory 4": (*EVERYWHERE, "tide, no gain, every second block", "lave in blocks of learned keys"),
+    "tensor 2 x memory 4": (
+        *EVERYWHERE,
+        "mome by n-grams, routed by values",
+        "tide, no gain, every second block",
+        "lave in blocks of learned keys",
+    ),
     "tensor 4": (
         "stem by n-grams",
+        "mome, one key/value head",
+        "mome routed by values, one key/value head",
         "value n-grams, one key/value head",
         "lave by n-grams, documents apart",
         "tide by n-grams",
@@ -175,6 +197,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     FULL: (*EVERYWHERE, "engram, documents apart", "latents, move, no rotary columns"),
     SELECTIVE: (
         *EVERYWHERE,
+        "mome by n-grams, routed by values",
         "value n-grams, one head of two, documents apart",
         "move, ungated",
         "latents, of queries too, move",
@@ -190,6 +213,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "ngram embedding",
         "stem by n-grams",
         "value n-grams",
+        "mome by n-grams, routed by values",
         "move by n-grams",
         "lave by n-grams, documents apart",
         "tide by n-grams",

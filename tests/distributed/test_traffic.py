@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.families.midus.config import MidusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.stem.config import StemConfig
@@ -200,6 +201,7 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
         on(with_memory(MidusConfig(num_heads=4, value_dim=16, num_keys=12)), tensor=2, memory=2),
         on(with_memory(TideConfig(vocab_size=61, value_dim=32)), memory=2, micro_batch_size=2, recompute="full"),
         on(with_memory(StemConfig(vocab_size=61, value_dim=24)), tensor=2, memory=2),
+        on(with_memory(MomeConfig(vocab_size=61, value_dim=8, num_heads=2, gate_channels=7)), tensor=2, memory=2),
     ]
 
     def main() -> list[int]:

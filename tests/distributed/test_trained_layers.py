@@ -357,7 +357,7 @@ STEPS = 2
 OTHERS = {kind for kind in RETRIEVING if "midus" in kind} - {"midus, projected, normalised queries"}
 KINDS = {
     **{kind: memory for kind, memory in RETRIEVING.items() if kind not in {"pkm", *OTHERS}},
-    **{kind: memory for kind, memory in ADDRESSED.items() if kind in ("move", "lave", "tide", "stem")},
+    **{kind: memory for kind, memory in ADDRESSED.items() if kind in ("move", "lave", "tide", "stem", "mome")},
     "midus": MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=8, placement=PlacementConfig(blocks=(1, 3))),
 }
 IN_STAGES: dict[str, Any] = {"pipeline": 2, "micro_batch_size": 1}
@@ -370,6 +370,7 @@ STAGED: dict[str, dict[str, Any]] = {
     "lave": IN_STAGES,
     "tide": {**IN_STAGES, "recompute": "full"},
     "stem": IN_STAGES,
+    "mome": {**INTERLEAVED, "recompute": "full"},
 }
 """A layout in stages, where the banks can be cut so."""
 

@@ -274,6 +274,7 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
     for kind, *keys in (
         ("lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2"),
         ("stem", "value_dim=16", "vocab_size=61"),
+        ("mome", "value_dim=8", "num_heads=2", "gate_channels=8", "vocab_size=61"),
     ):
         with pytest.raises(ConfigError, match=rf"model\.memory\.kind is {kind}, which has no inserted blocks"):
             upscale(opened, blocks, [f"model.memory.{key}" for key in (f"kind={kind}", *keys)], name="grown")

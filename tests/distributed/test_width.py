@@ -27,6 +27,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.pkm.config import PkmConfig
@@ -59,6 +60,7 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
     ),
     "value_ngrams": lambda width: ValueNgramsConfig(value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)),
     "stem": lambda width: StemConfig(value_dim=2 * width),
+    "mome": lambda width: MomeConfig(num_heads=width // 8, value_dim=8),
     "engram": lambda width: EngramConfig(
         value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))
     ),
@@ -304,6 +306,10 @@ def test_only_families_with_rules_have_it() -> None:
         (
             {"memory": FAMILIES["peer"].config(num_keys=12, value_dim=32, top_k=4)},
             "memory.kind is peer, for which there",
+        ),
+        (
+            {"memory": MomeConfig(num_heads=2, value_dim=8, router_input="value")},
+            "base_head_dim is 4, but model.memory, of kind mome, has weights made of heads, and no rule for wider ones",
         ),
     ],
 )

@@ -14,6 +14,7 @@ MEMORIES = {
     "tide": ("model.memory.value_dim=32", "model.memory.num_tables=3"),
     "move": ("model.memory.value_dim=16", "model.memory.num_slots=2", "model.memory.num_gate_heads=2"),
     "stem": ("model.memory.value_dim=32", "model.memory.placement.blocks=[1]"),
+    "mome": ("model.memory.value_dim=8", "model.memory.num_heads=2", "model.memory.gate_channels=8"),
     "lave": ("model.memory.value_dim=16", "model.memory.num_gate_heads=2"),
 }
 
@@ -53,7 +54,7 @@ def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("tide", "bf16"), ("move", "fp32"), ("lave", "bf16"), ("stem", "bf16")]
+    ("kind", "precision"), [("tide", "bf16"), ("move", "fp32"), ("lave", "bf16"), ("stem", "bf16"), ("mome", "fp32")]
 )
 def test_each_form_costs_what_it_should(
     megamem: Megamem, dense_file: Path, tmp_path: Path, kind: str, precision: str

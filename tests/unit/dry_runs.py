@@ -10,6 +10,7 @@ from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiT
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
@@ -147,6 +148,16 @@ UP_PROJECTIONS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
+# Heads choose by their values, on the ranks that have them, from tables of their layers.
+CHOSEN_ROWS = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        num_query_groups=4,
+        memory=MomeConfig(vocab_size=1024, value_dim=32, num_heads=4, num_slots=6, router_input="value"),
+    ),
+    train=replace(SPLIT.train, recompute="none"),
+)
 # Hidden states look back across the cuts of both axes, which no other model's do.
 LOOKING_BACK = replace(
     SPLIT,
@@ -231,6 +242,16 @@ CONFIGS = {
     "read together": READ_TOGETHER,
     "up-projections": UP_PROJECTIONS,
     "up-projections, recomputed": replace(UP_PROJECTIONS, train=SPLIT.train),
+    "chosen rows": CHOSEN_ROWS,
+    "chosen rows, one of each, recomputed, more ranks than heads": replace(
+        CHOSEN_ROWS,
+        model=replace(
+            CHOSEN_ROWS.model,
+            num_query_groups=1,
+            memory=replace(CHOSEN_ROWS.model.memory, num_heads=1, active_slots=1, one_table=True),
+        ),
+        train=SPLIT.train,
+    ),
     "looking back": LOOKING_BACK,
     "two families": TWO_FAMILIES,
     "two families, recomputed": replace(

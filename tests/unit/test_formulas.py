@@ -18,6 +18,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
@@ -48,6 +49,7 @@ GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
 LATENT = replace(DENSE, num_query_groups=None, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
 LATENTS: Any = {"vocab_size": VOCAB, "value_dim": 12, "num_gate_heads": 4}
+HEADS: Any = {"num_heads": 2, "value_dim": 8, "num_slots": 5, "gate_channels": 12}
 TOKENS: Any = {"vocab_size": VOCAB, "value_dim": 16, "num_gate_heads": 2}
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
@@ -131,6 +133,19 @@ MODELS = {
     "stem in every block": replace(DENSE, memory=StemConfig(vocab_size=VOCAB, value_dim=40)),
     "stem and lave in the same blocks, latents": replace(
         LATENT, memory=StemConfig(vocab_size=VOCAB, value_dim=40), second_memory=LaveConfig(**LATENTS)
+    ),
+    "mome": replace(DENSE, memory=MomeConfig(vocab_size=VOCAB, **HEADS)),
+    "mome of one slot, one table": replace(
+        DENSE, memory=MomeConfig(vocab_size=VOCAB, active_slots=1, one_table=True, **HEADS)
+    ),
+    "mome by n-grams, routed by values, every second block": replace(
+        DENSE,
+        memory=MomeConfig(
+            router_input="value",
+            address=NgramAddressConfig(max_order=3, num_rows=31),
+            placement=PlacementConfig(every=2),
+            **HEADS,
+        ),
     ),
     "engram": replace(DENSE, memory=EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=6)),
     "engram, no convolution, no biases": replace(

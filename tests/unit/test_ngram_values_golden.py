@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.bank import Bank
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.inputs import Inputs, pack
@@ -103,6 +104,28 @@ def set_value_ngrams(case: Case) -> None:
         learn(case, "up", [layer.up_proj for layer in case.layers], lambda ups: ups.transpose(1, 2))
 
 
+def mome_of(config: dict[str, Any]) -> MemoryConfig:
+    return MomeConfig(
+        num_heads=config["kv_heads"],
+        num_slots=config["slots"],
+        active_slots=config["active"],
+        value_dim=config["head_dim"],
+        router_input=config["router_input"],
+        gate_channels=config["gate_channels"],
+        one_table=config["one_table"],
+        vocab_size=config["vocab"] if config["addresses"] is None else None,
+        address=address_of(config),
+    )
+
+
+def set_mome(case: Case) -> None:
+    """Routers are recorded as [D, g M]."""
+    learn(case, "table", [bank.get_parameter("values") for bank in case.banks], lambda tables: tables)
+    learn(case, "router", [layer.router for layer in case.layers], lambda routers: routers.transpose(1, 2))
+    learn(case, "router_bias", [layer.router_bias for layer in case.layers], lambda biases: biases)
+    learn(case, "value_gate", [layer.gate for layer in case.layers], lambda gates: gates.transpose(1, 2))
+
+
 def learn(case: Case, name: str, parameters: list[nn.Parameter], ours: Callable[[Tensor], Tensor]) -> None:
     """Give parameters recorded weights, of which `ours` makes one of each, and remember how to compare gradients."""
     recorded = case.leaves[name]
@@ -126,6 +149,8 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], MemoryConfig], Callable[[Case]
     "value_ngrams_gated": (value_ngrams_of, set_value_ngrams),
     "value_ngrams_one_head": (value_ngrams_of, set_value_ngrams),
     "value_ngrams_documents_isolated": (value_ngrams_of, set_value_ngrams),
+    "mome_tokens": (mome_of, set_mome),
+    "mome_bigrams": (mome_of, set_mome),
 }
 
 

@@ -103,6 +103,7 @@ TOKENS = {
     "move": ("value_dim=128", "num_gate_heads=4"),
     "lave": ("value_dim=128", "num_gate_heads=4"),
     "stem": ("value_dim=96",),
+    "mome": ("value_dim=32", "num_heads=4"),
 }
 
 

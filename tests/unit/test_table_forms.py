@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.families.lave.config import LaveConfig
+from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
@@ -167,6 +168,7 @@ def fetched_bank(memory: TokenTableConfig, values: Tensor, columns: tuple[int, i
         LaveConfig(vocab_size=40, value_dim=8, num_gate_heads=2),
         TideConfig(vocab_size=40, value_dim=8, num_tables=4),
         StemConfig(vocab_size=40, value_dim=8),
+        MomeConfig(vocab_size=40, value_dim=8, num_slots=3, num_heads=2),
     ],
     ids=lambda memory: memory.kind,
 )
@@ -185,7 +187,7 @@ def test_fetched_rows_give_the_same_sums_to_the_bit(memory: TokenTableConfig, dt
             fetched.announce(ids if number % 3 == 0 else ids + 1 - 2 * (ids == 39).long())
         rows = rows_of_addresses(ids.unsqueeze(0), num_slots)
         scores = torch.randn(15, num_slots, memory.lookup.scores, generator=generator).to(dtype)
-        bins = torch.arange(num_slots).expand_as(rows).contiguous() if num_bins > 1 else None
+        bins = (torch.arange(num_slots) % num_bins).expand_as(rows).contiguous() if num_bins > 1 else None
         for _ in range(2):
             assert torch.equal(
                 fetched.read(rows, scores, None, bins, num_bins), resident.read(rows, scores, None, bins, num_bins)

@@ -48,7 +48,7 @@ class ValueNgramsLayer(TokenTableLayer):
 
     def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """V_S [s, b, g, d] of attention's values [s, b, g, d] and its input `hidden` [t, b, D]."""
-        added = self._added(self._own(self.rows(inputs)), hidden)
+        added = self._added(self.own(self.rows(inputs)), hidden)
         return values + self.heads_of(added).view(values.shape)
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
@@ -58,10 +58,6 @@ class ValueNgramsLayer(TokenTableLayer):
     def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
         """See `MemoryLayer.slot_weights`: the gate."""
         return self.gates(hidden).float()
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Rows of this tensor-parallel rank's share of the tokens, of those of all [s b, A]."""
-        return rows if self.tensor_group is None else rows.chunk(self.tensor_group.size())[self.tensor_group.rank()]
 
     def _added(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """[T, G d] of `rows` [T, A] and `hidden` [t, b, D]."""

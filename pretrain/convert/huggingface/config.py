@@ -71,7 +71,10 @@ _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     Scoring.ROWS: ({"query_proj", "keys"}, set()),
     Scoring.NGRAMS: (_NGRAM_WEIGHTS, _NGRAM_OPTIONS),
     # Those of `remote_code/token_tables_megamem.py`.
-    Scoring.TOKENS: (set(), {"gate_proj", "router", "gate", "gate_bias", "up_proj", "down_proj"}),
+    Scoring.TOKENS: (
+        set(),
+        {"gate_proj", "router", "router_of_values", "router_bias", "gate", "gate_bias", "up_proj", "down_proj"},
+    ),
 }
 
 # Those whose layers have keys.

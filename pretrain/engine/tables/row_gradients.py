@@ -67,7 +67,8 @@ def count_repeats(chunks: Sequence[MemoryGPTModel]) -> None:
 
 def _num_reads(chunk: MemoryGPTModel, bank: Bank) -> int:
     readers = [layer for layer in chunk.memory_layers if layer.view.bank == bank.spec.index]
-    return 1 if readers and readers[0].memory.reads_once else len(readers)
+    memory = readers[0].memory if readers else None
+    return 1 if memory is not None and (memory.reads_once or memory.chooses_among_rows) else len(readers)
 
 
 @torch.no_grad()

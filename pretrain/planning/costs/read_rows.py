@@ -71,12 +71,12 @@ def scaled_bytes(config: RunConfig, memory: MemoryConfig, tokens: int, *, backwa
 
 def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
-    # Each replica updates the rows of all.
-    of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+    # Each replica updates the rows of all, and fetches those that its layers may choose.
     return 2 * sum(
         rows * (memory.row_width / config.parallel.memory_columns * config.train.element_bytes + _PER_FETCHED_ROW)
-        for memory, rows in of_all
-        if lies_in_files(config, memory)
+        for family in stage.families
+        if lies_in_files(config, memory := family.memory)
+        for rows in _most_rows_of_banks(config, stage, division, family, division.table_replicas, known=True)
     )
 
 
@@ -107,14 +107,22 @@ def most_rows_of_families(
 
 
 def _most_rows_of_banks(
-    config: RunConfig, stage: Stage, division: Division, family: FamilyInStage, num_replicas: int
+    config: RunConfig,
+    stage: Stage,
+    division: Division,
+    family: FamilyInStage,
+    num_replicas: int,
+    *,
+    known: bool = False,
 ) -> Iterator[float]:
-    """Rows on a rank that a step can read at the most of each bank of a family."""
-    layout = config.parallel
-    entries = layout.memory * division.rank_tokens * family.memory.lookup.rows * division.num_microbatches
+    """Rows on a rank that a step can read at the most of each bank of a family; `known`: among which it can choose."""
+    layout, memory = config.parallel, family.memory
+    per_token = memory.known_rows if known else memory.lookup.rows
+    entries = layout.memory * division.rank_tokens * per_token * division.num_microbatches
+    is_same = _has_copies(stage, family) and (known or not memory.chooses_among_rows)
     for rows, lookups in lookups_of_banks(stage, family):
-        # All layers read the same rows of a bank that every stage holds.
-        different = 1 if _has_copies(stage, family) else lookups
+        # All layers read the same rows of a bank that every stage holds, or choose among them.
+        different = 1 if is_same else lookups
         yield min(entries * num_replicas * different, rows / layout.memory_rows)
 
 

@@ -200,15 +200,15 @@ def _mixed_values(config: RunConfig, stage: Stage) -> float:
     model, tensor = config.model, config.parallel.tensor
     if model.latent_attention is not None:
         return 0.0
-    elements = 0
+    parts, elements = (1 if tensor > model.query_groups else tensor), 0.0
     for family in stage.families:
         memory = family.memory
         if isinstance(memory, ValuesConfig):
             columns = model.query_groups * model.attention_head_dim
             of_layer = memory.handed_to_heads(columns, follows_heads=follows_heads(config, memory))
             passes = len(family.lookups) + (2 if config.train.recompute == "full" else 1) * len(family.backward_lookups)
-            elements += passes * of_layer
-    return elements / (1 if tensor > model.query_groups else tensor)
+            elements += passes * (of_layer / parts + memory.handed_to_tokens * max(1, model.query_groups / tensor))
+    return elements
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:

@@ -69,6 +69,12 @@ POLYNOMIAL: dict[str, Any] = {
     "model__memory__address__rules": "polynomial",
 }
 VALUE_NGRAMS: dict[str, Any] = {"model__memory__kind": "value_ngrams"}
+MOME: dict[str, Any] = {
+    "model__memory__kind": "mome",
+    "model__memory__num_heads": 4,
+    "model__memory__active_slots": 1,
+    "model__memory__num_slots": 5,
+}
 MIDUS: dict[str, Any] = {
     "model__memory__kind": "midus",
     "model__memory__top_k": 1,
@@ -133,6 +139,9 @@ LIMITS = [
     *at_least(3, "model.memory.address.num_rows", **VALUE_NGRAMS),
     *at_least(1, "model.memory.address.base", **POLYNOMIAL),
     *at_least(0, "model.memory.address.boundary_id", **POLYNOMIAL),
+    *at_least(1, "model.memory.num_slots", "model.memory.active_slots", "model.memory.gate_channels", **MOME),
+    *at_most(5, "model.memory.active_slots", **MOME),
+    *at_most(128, "model.memory.gate_channels", **MOME),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
     *at_least(2, "model.memory.max_order", "model.memory.rows_per_head", **ENGRAM),
     *at_most(4, "model.memory.max_order", **ENGRAM),

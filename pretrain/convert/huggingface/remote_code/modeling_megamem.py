@@ -34,6 +34,7 @@ from .memory_megamem import Banks, MegamemBank, MegamemMemory, banks_of
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, hashed, ngrams_of, places_in_texts, recent_tokens
 from .pages_megamem import ENGINE, MegamemPages
 from .token_tables_megamem import (
+    MegamemChosenRows,
     MegamemMixedValues,
     MegamemNgramEmbedding,
     MegamemSharedRead,
@@ -57,6 +58,7 @@ _MEMORIES = (
     MegamemMixedValues,
     MegamemValueNgrams,
     MegamemNgramEmbedding,
+    MegamemChosenRows,
     MegamemTokenMixture,
     MegamemTokenFeedForward,
 )
@@ -198,7 +200,10 @@ class MegamemBlock(GradientCheckpointingLayer):
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
             if isinstance(memory, MegamemNgramEmbedding) and tokens.rows is not None:
                 h = memory(h, tokens.rows.addresses, banks[memory.layer["bank"]])
-            if isinstance(memory, (MegamemMixedValues, MegamemValueNgrams)) and tokens.rows is not None:
+            if (
+                isinstance(memory, (MegamemMixedValues, MegamemValueNgrams, MegamemChosenRows))
+                and tokens.rows is not None
+            ):
                 kwargs["mix"] = partial(memory, addresses=tokens.rows.addresses, look_up=banks[memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
         # Such a kind is the only one of its model.
@@ -235,6 +240,8 @@ def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) 
             return MegamemNgramMemory(config, memory, layer)
         case "tokens" if layer["slot"] == "embedding":
             return MegamemNgramEmbedding(config, memory, layer)
+        case "tokens" if "router_bias" in layer["weights"]:
+            return MegamemChosenRows(config, memory, layer)
         case "tokens" if "gate" in layer["weights"]:
             return MegamemValueNgrams(config, memory, layer)
         case "tokens" if layer["slot"] in ("values", "latents"):

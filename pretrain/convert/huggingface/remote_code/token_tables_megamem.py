@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_megamem import MegamemConfig
-from .memory_megamem import LookUp
+from .memory_megamem import LookUp, list_topk
 
 # Where engines say which tensor-parallel rank this is.
 _ENGINES = ("vllm.distributed", "sglang.srt.distributed")
@@ -126,6 +126,50 @@ class MegamemValueNgrams(nn.Module):
             head = (self.layer["bank"] - self.memory["first_bank"]) % self.num_heads
             added = F.pad(gated, (head * self.head_dim, width - (head + 1) * self.head_dim))[..., kept]
         return values + added.view_as(values)
+
+
+class MegamemChosenRows(nn.Module):
+    """v[h] + 2 sigmoid(w_h x) sum_i a_i E[w, i] over the K best of a token's rows by logits, for each key/value head h: a are the
+    logits' sigmoids over their sum, or of K = 1 the softmax over all of them.
+
+    Attributes:
+        gate: w, [G, C], of the first C columns of x.
+        router: [G A M, D], of logits of x; or `router_of_values`, [A M, V], of logits of v[h].
+        router_bias: added to logits.
+    """
+
+    gate: Tensor
+    router: Tensor
+    router_of_values: Tensor
+    router_bias: Tensor
+
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer = memory, layer
+        self.head_dim, self.num_heads = config.head_dim, config.num_key_value_heads
+        for name, shape in layer["weights"].items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, values: Tensor, x: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
+        """See `MegamemMixedValues.forward`."""
+        kept = columns_here(values.shape[-1], self.num_heads * self.head_dim, self.layer["block"])
+        first = (kept.start or 0) // self.head_dim
+        heads, x = slice(first, first + values.shape[-1] // self.head_dim), x.flatten(0, 1)
+        if "router" in self.layer["weights"]:
+            logits = F.linear(x, self.router, self.router_bias).unflatten(1, (self.num_heads, -1))[:, heads]
+        else:
+            logits = F.linear(values.reshape(len(x), -1, self.head_dim), self.router_of_values, self.router_bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        slots = list_topk(logits.detach(), self.memory["rows_per_token"] // self.memory["num_sums"])
+        if slots.shape[2] == 1:
+            weights = logits.softmax(2).gather(2, slots)
+        else:
+            found = torch.sigmoid(logits.gather(2, slots))
+            weights = found / (found.sum(2, keepdim=True) + 1e-10)
+        gates = 2 * torch.sigmoid(F.linear(x[:, : self.gate.shape[1]], self.gate)[:, heads])
+        weights = (gates.unsqueeze(2) * weights).to(x.dtype).flatten(0, 1).unsqueeze(2)
+        rows = rows_of(addresses.to(x.device), self.memory).gather(1, slots.flatten(1)).view(weights.shape[:2])
+        return values + look_up(rows, weights, None, None).to(x.device).view_as(values)
 
 
 def columns_here(count: int, width: int, block: int) -> slice:
