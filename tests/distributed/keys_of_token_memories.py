@@ -272,6 +272,8 @@ def _(base: Subject, second: Subject) -> None:
         out = amplified(hidden, inputs)
     assert float(out.mean().abs()) < 1e-6
     assert torch.allclose(out.square().mean(-1), torch.ones(2, 1), atol=1e-3)
+
+
 MOME = with_kind("mome", vocab_size=70, value_dim=8, num_heads=4, num_slots=3, gate_channels=12)
 
 
