@@ -97,7 +97,7 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:
     """Indices of the memories that read in a chunk's blocks `layers`, in the order of these.
 
     Raises:
-        ValueError: if one of them adds in another chunk.
+        ValueError: a memory adds in another chunk than it reads in.
     """
     for span in spans:
         if span.queried is not None and (span.read in layers) != (span.queried in layers):

@@ -201,7 +201,7 @@ class ModelConfig(Config):
         """Refuse parts that have no rule for another width.
 
         Raises:
-            ValueError: with key, value and fix.
+            ValueError: a part has no such rule; the message has key, value and fix.
         """
         for key, memory in self.families.items():
             if not memory.follows_width:
@@ -239,7 +239,7 @@ class ModelConfig(Config):
         """Refuse two families that one model cannot have.
 
         Raises:
-            ValueError: with key, value and fix.
+            ValueError: the families do not go together; the message has key, value and fix.
         """
         if second.kind == memory.kind:
             raise ValueError(

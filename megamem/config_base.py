@@ -66,7 +66,7 @@ class Config:
         """The configuration that nested mappings, tuples and scalars describe; what they leave out has its default.
 
         Raises:
-            ValidationError: of pydantic, with everything that is wrong.
+            ValidationError: pydantic's own error, with everything that is wrong.
         """
         return typing.cast(Self, _adapter(cls).validate_python(values, context=kinds))
 

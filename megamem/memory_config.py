@@ -206,7 +206,7 @@ class MemoryConfig(Config, ABC):
         """Refuse a model that this memory does not fit.
 
         Raises:
-            ValueError: with key, value and fix.
+            ValueError: the memory does not fit the model; the message has key, value and fix.
         """
 
     def sized(self, vocab_size: int) -> Self:

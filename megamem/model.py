@@ -97,7 +97,7 @@ class MemoryGPTModel(GPTModel):
             hidden_halo: reaches the hidden states before those of this rank, between the tensor-parallel regions.
 
         Raises:
-            ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
+            ValueError: a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
         lent: dict[int, Bank] = {bank.spec.index: bank for chunk in earlier for bank in chunk.own_banks}
         banks, sites = memories_of_chunk(

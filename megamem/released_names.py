@@ -40,7 +40,7 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
         model: config of the same model.
 
     Raises:
-        ValueError: if a name is not one of the release's.
+        ValueError: a name is not one of the release's.
     """
     result: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -79,7 +79,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
         model: config of the same model.
 
     Raises:
-        ValueError: if a name is not that of a parameter of a memory layer.
+        ValueError: a name is not that of a parameter of a memory layer.
     """
     memory = model.memory
     if memory is None or META_RELEASE not in family_of(memory).released:

@@ -70,7 +70,7 @@ def parse_layout(text: str, num_layers: int) -> tuple[ModelChunk, ...]:
     """The chunks that a text describes. Spaces, line breaks and commas mean nothing.
 
     Raises:
-        ValueError: it is malformed, a part is empty, or its blocks are not `num_layers`.
+        ValueError: the text is malformed, a part is empty, or its blocks are not `num_layers`.
     """
     said = f"{_KEY} is {text!r}"
     plain = _unrolled(re.sub(r"[\s,]", "", text), said)

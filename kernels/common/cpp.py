@@ -60,7 +60,7 @@ def library(op: str) -> ctypes.CDLL:
     """The compiled kernels of an op.
 
     Raises:
-        KernelUnavailableError: there is no compiler, it fails, or the result does not load.
+        KernelUnavailableError: the compiler is missing or fails, or the result does not load.
     """
     path = compiler()
     if path is None:
@@ -133,7 +133,7 @@ def lists(*scores: Tensor) -> tuple[Tensor, ...]:
     """Scores whose last dimension, the list that is selected from, is contiguous; the others keep their strides.
 
     Raises:
-        ValueError: for scores that the selections in C++ do not know.
+        ValueError: scores that the selections in C++ do not know.
     """
     for each in scores:
         if each.device.type != "cpu" or each.dtype not in _SCORES or each.dtype != scores[0].dtype:

@@ -23,7 +23,7 @@ def list_topk(scores: Tensor, top_k: int) -> Tensor:
         [..., K], int64.
 
     Raises:
-        ValueError: if K is not in [1, N].
+        ValueError: K is not in [1, N].
     """
     check_top_k(top_k, scores.shape[-1])
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]

@@ -278,8 +278,8 @@ def select_in_two_stages(
         Rows and columns kept by the first stage, [2, T, H, M], and those of the retrieved entries, [2, T, H, K]. int64.
 
     Raises:
-        TypeError: for another dtype.
-        ValueError: if M or K is out of range, or there are too many candidates for a program's registers.
+        TypeError: the dtype is another one.
+        ValueError: M or K is out of range, or the candidates are too many for a program's registers.
     """
     check_top_k(row_top_k, row_scores.shape[2])
     check_top_k(top_k, row_top_k**2)

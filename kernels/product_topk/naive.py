@@ -29,7 +29,7 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
         int64, best first.
 
     Raises:
-        ValueError: if M or K is out of range.
+        ValueError: M or K is out of range.
     """
     row_ids = list_topk(row_scores, row_top_k)
     column_ids = list_topk(column_scores, row_top_k)

@@ -37,7 +37,7 @@ def tucker_topk(
         int64, best first.
 
     Raises:
-        ValueError: if M or K is out of range.
+        ValueError: M or K is out of range.
     """
     # Products and sums are rounded one by one, in the order of r, here as in every implementation: equal bits select
     # equal keys.

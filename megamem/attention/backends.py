@@ -23,7 +23,7 @@ def fused_attention() -> Iterator[None]:
     Those would keep the scores of all pairs of tokens, in silence. Deterministic algorithms leave cuDNN's out.
 
     Raises:
-        NoFusedAttentionError: none of them can, when the block asks for it.
+        NoFusedAttentionError: no backend of `FUSED` can, when the block asks for it.
     """
     try:
         with sdpa_kernel(FUSED, set_priority=True):

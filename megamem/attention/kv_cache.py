@@ -44,7 +44,7 @@ class KeyValueCache:
         """A layer's tensors [k, b, ...] of all tokens so far, of those of the new ones [t, b, ...].
 
         Raises:
-            ValueError: there is no room for them, or several follow tokens that are there.
+            ValueError: the cache has no room for the new ones, or several follow tokens that are there.
         """
         start, stop = self.num_tokens, self.num_tokens + len(new[0])
         if stop > self.max_sequence_length or (start and stop > start + 1):

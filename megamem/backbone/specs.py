@@ -54,7 +54,7 @@ def backbone_parts(
         side_stream: stream on which the memory of a block runs beside its feed-forward.
 
     Raises:
-        ValueError: if Transformer Engine is asked for and not installed.
+        ValueError: Transformer Engine is asked for and not installed.
     """
     if implementation == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(

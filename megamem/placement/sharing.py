@@ -38,7 +38,7 @@ class SharingConfig(Config):
         """Refuse groups that the layers of a model do not make up.
 
         Raises:
-            ValueError: with key and value.
+            ValueError: the layers do not make up the groups; the message has key and value.
         """
         if self.pattern != "none" and self.group > num_memory_layers:
             raise ValueError(
@@ -96,7 +96,7 @@ class SharingPlan:
         """The banks that the memory layers of one model chunk read.
 
         Raises:
-            ValueError: if a bank is also read by a layer outside of the chunk, because it would have to live on two
+            ValueError: a bank is also read by a layer outside of the chunk, because it would have to live on two
                 pipeline stages.
         """
         wanted = tuple(bank for bank in self.banks if set(bank.layers) & set(layers))

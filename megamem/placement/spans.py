@@ -42,8 +42,8 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     """The spans written `a:b/c:d/...`, in the release's notation.
 
     Raises:
-        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block
-            or out of order.
+        ValueError: the text is not of that form, a span ends before it begins, or two of them read at the same block or
+            out of order.
     """
     spans = []
     for part in text.split("/"):
@@ -122,7 +122,7 @@ def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
     """Number of memory layers in a model of `num_layers` blocks.
 
     Raises:
-        ValueError: if a block lies outside of the model, or no block would have a memory.
+        ValueError: a block lies outside of the model, or no block would have a memory.
     """
     listed = _listed(placement)
     if listed is None:
@@ -148,7 +148,7 @@ def resolve_placement(placement: PlacementConfig, num_layers: int) -> tuple[Span
     """The memory layers of a model of `num_layers` blocks, in the order of the blocks that they read at.
 
     Raises:
-        ValueError: see `count_memory_layers`.
+        ValueError: a block lies outside of the model, or no block would have a memory.
     """
     count_memory_layers(placement, num_layers)
     every = range(placement.every - 1, num_layers, placement.every)

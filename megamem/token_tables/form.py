@@ -62,7 +62,7 @@ def parse_form(text: str) -> TableForm:
     """The form of a word.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no form has that name.
     """
     if text == "full":
         return TableForm(text)

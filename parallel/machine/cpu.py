@@ -116,7 +116,7 @@ def cuda_on_cpu() -> Iterator[None]:
     """Answer CUDA calls with the CPU until the context ends.
 
     Raises:
-        RuntimeError: on a machine with a GPU, or with a Megatron-core that this was not checked against.
+        RuntimeError: the machine has a GPU, or a Megatron-core that this was not checked against.
     """
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU: the CPU stand-in would hide it")

@@ -180,7 +180,7 @@ def gpu_of(local_rank: int, num_visible: int) -> int:
     """The index of a rank's GPU among those that are visible to it.
 
     Raises:
-        ValueError: there are fewer than ranks on this machine, and more than one.
+        ValueError: the visible GPUs are fewer than the ranks on this machine, and more than one.
     """
     # A launcher that binds (`--gpus-per-task=1`) shows each rank its own and no other.
     if num_visible == 1:

@@ -130,7 +130,7 @@ def check_can_write(path: Path) -> None:
     """See whether a file could be written, so that nobody computes for it in vain. Nothing is made or changed.
 
     Raises:
-        OSError: it could not, and the error says why.
+        OSError: the file could not be written, and the error says why.
     """
     try:
         if path.is_dir():

@@ -48,7 +48,7 @@ def _table_std(memory: StemConfig, model: ModelConfig, sigma_s: float | None) ->
     output. With muP F is that of the base.
 
     Raises:
-        ValueError: how many rows there are is left to a tokenizer.
+        ValueError: the number of rows is left to a tokenizer.
     """
     if not memory.num_rows:
         raise ValueError(
