@@ -55,7 +55,7 @@ def scales_in(reader: TensorReader) -> dict[str, float]:
     """Scales of the weights in a checkpoint that have one, by name of the weight; see above.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a scale cannot be read.
     """
     return {
         name.removeprefix(SCALE_PREFIX): float(reader.read(info.whole(name)))

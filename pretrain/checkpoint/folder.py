@@ -125,7 +125,7 @@ def publish(path: Path, final: Path) -> None:
     """Give a folder whose `state.json` is on disk its name, in place of an older checkpoint that has it.
 
     Raises:
-        CheckpointError: something else has it.
+        CheckpointError: something else has the name.
     """
     refuse_if_taken(final, STATE_FILE)
     if final.exists():
@@ -152,7 +152,7 @@ def read_state(path: Path) -> SavedState:
     """Read and check a checkpoint's `state.json`.
 
     Raises:
-        CheckpointError: it is missing or unreadable, or a file that it lists is missing or has another size.
+        CheckpointError: `state.json` is missing or unreadable, or a file that it lists is missing or has another size.
     """
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def record(file: Path, on_bytes: Callable[[int], None] | None = None) -> Recorde
     """Read a file for its size and its hash; `on_bytes` is told how many bytes each portion had.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest, num_bytes = hashlib.sha256(), 0
     for portion in _portions(file):

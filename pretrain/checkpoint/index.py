@@ -91,8 +91,8 @@ def read_index(folder: Path) -> Index:
     """A checkpoint's index, read without running anything it could hold and before any tensor is.
 
     Raises:
-        CheckpointError: it is missing or damaged, refers to anything but an index's classes, contradicts itself, or
-            speaks of more than the files of the folder can hold.
+        CheckpointError: the index is missing or damaged, refers to anything but an index's classes, contradicts itself,
+            or speaks of more than the files of the folder can hold.
     """
     try:
         return _index_of(unpickled_index((folder / INDEX_FILE).read_bytes()), folder)
@@ -107,7 +107,7 @@ def _index_of(record: Any, folder: Path) -> Index:
     """An index as plain values, after looking whether they can be.
 
     Raises:
-        ValueError: it contradicts itself, or the files of the folder.
+        ValueError: the record contradicts itself, or the files of the folder.
     """
     sizes: dict[str, int] = {}
     places = {(key.fqn, tuple(key.offset or ())): place for key, place in (record.storage_data or {}).items()}

@@ -133,7 +133,7 @@ def unpickled_index(content: bytes) -> IndexRecord:
     """The object that a pickled index holds.
 
     Raises:
-        Exception: of any kind; damaged bytes make an unpickler raise anything, and give its records any fields.
+        Exception: damaged bytes make an unpickler raise anything, and give its records any fields.
     """
     check_budget(content)
     found = _IndexUnpickler(io.BytesIO(content)).load()

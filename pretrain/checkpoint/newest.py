@@ -32,7 +32,7 @@ def newest_complete(
         damage: finds damage in the contents of a checkpoint whose files have the right sizes, in words.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is complete.
+        CheckpointError: the run has checkpoints, and none of them is complete.
     """
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
@@ -54,7 +54,8 @@ def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = 
     """The newest checkpoint, to be used outside of its run: no older one stands in for it; None if there is none.
 
     Raises:
-        CheckpointError: it is not complete, or damaged; with the older ones that can be taken instead.
+        CheckpointError: the newest one is incomplete or damaged; the message has the older ones that can be taken
+            instead.
     """
     paths = list_checkpoints(folder)
     if not paths:
@@ -87,7 +88,7 @@ def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:
     """Refuse a damaged checkpoint.
 
     Raises:
-        CheckpointError: naming the checkpoint and its damage, if there is any.
+        CheckpointError: the checkpoint is damaged; the message names it and its damage.
     """
     if damage:
         raise CheckpointError(f"{saved.path} is damaged: {'; '.join(damage)}")

@@ -44,7 +44,7 @@ def check_budget(content: bytes) -> None:
     """Go through a pickle's opcodes.
 
     Raises:
-        pickle.UnpicklingError: it is damaged, nests objects too deep, or asks for more than its length allows.
+        pickle.UnpicklingError: the pickle is damaged, nests objects too deep, or asks for more than its length allows.
     """
     try:
         _Weights(content).go_through()

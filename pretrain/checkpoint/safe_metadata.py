@@ -24,7 +24,7 @@ def files_with_weights(saved: SavedState) -> list[str]:
     """Names of a checkpoint's files without those in which only the optimizer's moments are.
 
     Raises:
-        CheckpointError: see `read_index`.
+        CheckpointError: the index cannot be read, as `read_index` says.
     """
     files: dict[bool, set[str]] = {False: set(), True: set()}
     for name, items in read_index(saved.path).items.items():
@@ -36,7 +36,7 @@ def check_small_files(folder: Path) -> Index:
     """Read the index, which is returned, and the two files that Megatron keeps beside it.
 
     Raises:
-        CheckpointError: one is missing or damaged, or refers to anything but an index's classes, or plain values.
+        CheckpointError: a file is missing or damaged, or refers to anything but an index's classes, or plain values.
     """
     index = read_index(folder)
     for name, read in (("common.pt", _read_common), ("metadata.json", _read_format)):

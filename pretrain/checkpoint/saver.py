@@ -162,7 +162,7 @@ class Saver:
         """Take the next phase, if all ranks are ready for it by the votes of the step just taken. Collective if so.
 
         Raises:
-            CheckpointError: on all ranks: one of them could not write. Earlier checkpoints are intact.
+            CheckpointError: on all ranks: a rank could not write. Earlier checkpoints are intact.
         """
         num_done, num_failed = self._heard
         self._heard = (0, 0)
@@ -185,7 +185,7 @@ class Saver:
         """Wait until nothing is in flight. Collective.
 
         Raises:
-            CheckpointError: on all ranks: it cannot be written. Earlier checkpoints are intact.
+            CheckpointError: on all ranks: the save in flight cannot be written. Earlier checkpoints are intact.
         """
         save = self._save
         if save is None:
@@ -314,7 +314,7 @@ def _agree(path: Path, failure: BaseException | None) -> None:
     """Go on if no rank has failed. Collective.
 
     Raises:
-        CheckpointError: on all ranks: one of them could not write.
+        CheckpointError: on all ranks: a rank could not write.
         BaseException: this rank's own failure, if it is a defect and no refusal of the disk.
     """
     if isinstance(failure, SaveAbandonedError):

@@ -75,7 +75,8 @@ def load_as(cls: type[T], path: str | Path) -> T:
     """The configuration of any class that a YAML file describes; it may name others under `base`.
 
     Raises:
-        ConfigError: naming key, value, file and line, and the fix, of every problem found.
+        ConfigError: the file has problems; the message names key, value, file and line, and the fix, of every one
+            found.
     """
     return settle(cls, read_with_bases(Path(path)))[0]
 
@@ -224,7 +225,7 @@ def build(cls: type[T], node: Node) -> T:
     """The configuration object that a tree describes; keys that the tree leaves out have their defaults.
 
     Raises:
-        ConfigError: naming every problem that was found.
+        ConfigError: the tree has problems; the message names every one that was found.
     """
     node = without_former(node, of_value=False)
     try:

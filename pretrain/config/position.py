@@ -127,7 +127,8 @@ def check_position(config: RunConfig, state: RunState, checkpoint: object) -> No
     """Refuse stages that do not lead to a checkpoint: rates, batches and data of later steps count from them.
 
     Raises:
-        CheckpointError: naming the data that the checkpoint has seen, and that which it would have seen.
+        CheckpointError: the stages lead elsewhere; the message names the data that the checkpoint has seen, and that
+            which it would have seen.
     """
     train, stage = config.train, config.stage
     if stage is None:

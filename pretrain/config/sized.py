@@ -139,7 +139,7 @@ def read_size(at: Node) -> Size:
     """The size that a value is.
 
     Raises:
-        ConfigError: it is none, or one that the rules do not reach.
+        ConfigError: the value is no size, or one that the rules do not reach.
     """
     size = _named(at.value.strip().lower()) if isinstance(at.value, str) else None
     if size is None:
@@ -206,7 +206,7 @@ def _check(node: Node, at: Node, size: Size, given: Given) -> None:
     """Refuse keys beside a size that leave it nothing to decide, or that its rules know nothing of.
 
     Raises:
-        ConfigError: with key, value, place and fix.
+        ConfigError: a key does not go with the size; the message has key, value, place and fix.
     """
     said = f"{at.origin}: {SIZE_KEY} is {size.text}"
     layers, width = (FOLLOWING_KEYS[name] for name in ("num_layers", "hidden_size"))

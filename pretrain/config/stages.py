@@ -125,7 +125,8 @@ class RunSource:
             start: the checkpoint that the run goes on from, whose counters it carries on.
 
         Raises:
-            ConfigError: naming key, value, file and line, and the fix, of every problem in every stage.
+            ConfigError: a stage has problems; the message names key, value, file and line, and the fix, of every one in
+                every stage.
         """
         if find(self.tree, [STAGES_KEY]) is not None:
             return _placed(_staged(self.tree), start)
@@ -180,7 +181,8 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
         name: name of the stage; None in a run without.
 
     Raises:
-        ConfigError: see `RunSource.stages`; or there is no such stage, or there are several and none is named.
+        ConfigError: a stage has problems, as in `RunSource.stages`; or no such stage exists, or there are several and
+            none is named.
     """
     stages = read_run(path, overrides, name).stages()
     names = names_of(stages)
@@ -210,7 +212,7 @@ def stage_called(stages: Sequence[RunConfig], name: str) -> RunConfig:
     """The stage of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no stage has the name.
     """
     names = names_of(stages)
     if name not in names:
@@ -223,7 +225,7 @@ def _staged(node: Node) -> list[tuple[StageEntry, RunConfig]]:
     """The stages that a tree with `stages` describes, before they have places: `train.num_steps` is a stage's own.
 
     Raises:
-        ConfigError: see `RunSource.stages`.
+        ConfigError: a stage has problems, as in `RunSource.stages`.
     """
     listed, run = find(node, [STAGES_KEY]), _as_base(without(node, [STAGES_KEY]))
     assert listed is not None

@@ -37,7 +37,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         on_this_machine: the ranks run here; else nothing is asked about this machine's GPUs and packages.
 
     Raises:
-        ConfigError: naming every problem found, each with key, value and fix.
+        ConfigError: the configuration cannot run; the message names every problem found, each with key, value and fix.
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
     problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
@@ -58,7 +58,8 @@ def validate_layout(config: RunConfig, world_size: int) -> None:
     """Refuse a trained model that these ranks cannot hold or run; nothing is asked about steps, as none are taken.
 
     Raises:
-        ConfigError: naming every problem found, each with key, value and fix.
+        ConfigError: the ranks cannot hold or run the model; the message names every problem found, each with key, value
+            and fix.
     """
     if problems := [*layout_problems(config, world_size), *_kernels(config)]:
         raise ConfigError(join_problems(problems))

@@ -58,7 +58,7 @@ def differences(
         on_bytes: told of progress, in bytes of the first's tensors.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: a tensor cannot be read.
     """
     with ThreadPoolExecutor(num_workers) as pool:
         tasks = [

@@ -80,7 +80,7 @@ class OpenedCheckpoint:
         """Token ids of the model, before padding.
 
         Raises:
-            CheckpointError: nothing says it.
+            CheckpointError: nothing says how many.
         """
         if self.config.model.vocab_size is not None:
             return self.config.model.vocab_size
@@ -155,8 +155,8 @@ class SourceFormat(Protocol):
             config: configuration of a checkpoint that has none with it.
 
         Raises:
-            CheckpointError: it is damaged, or of something that cannot be represented.
-            ConfigError: it needs a configuration that was not given, or the given one is not of its model.
+            CheckpointError: the checkpoint is damaged, or of something that cannot be represented.
+            ConfigError: the checkpoint needs a configuration that was not given, or the given one is not of its model.
         """
         ...
 

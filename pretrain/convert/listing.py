@@ -63,7 +63,7 @@ def native_listing(path: Path, step: int | None) -> Listing:
         step: step of a run's checkpoint; None: the newest one.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
     saved, _ = native_at(path, step)
     # Readers have what scales are of.

@@ -16,8 +16,8 @@ def check_source(path: Path) -> None:
     """Refuse to read what is not there.
 
     Raises:
-        CheckpointError: it is not.
-        ConfigError: it is the file of a configuration.
+        CheckpointError: the path is not there.
+        ConfigError: the path is the file of a configuration.
     """
     refuse_configuration(path)
     if not path.exists():
@@ -28,7 +28,7 @@ def check_destination(path: Path) -> None:
     """Refuse to write where something is already; an empty folder is taken.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: something is there already.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is there already: name a folder that is not, or remove it")
@@ -38,7 +38,7 @@ def config_at(path: Path, step: int | None) -> RunConfig | None:
     """The configuration of a checkpoint of ours; None of any other format, which torch has to be imported for.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none of this step, or its small files are damaged.
+        CheckpointError: no checkpoint is there, or none of this step, or its small files are damaged.
     """
     check_source(path)
     return saved_config(native_at(path, step)[0], None) if is_native(path) else None

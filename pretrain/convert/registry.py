@@ -28,8 +28,8 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
         config: configuration of a checkpoint that has none with it.
 
     Raises:
-        CheckpointError: there is none, or it cannot be opened.
-        ConfigError: it needs a configuration that was not given, or has its own.
+        CheckpointError: no checkpoint is there, or it cannot be opened.
+        ConfigError: the checkpoint needs a configuration that was not given, or has its own.
     """
     check_source(path)
     for each in _SOURCES:

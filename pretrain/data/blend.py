@@ -64,7 +64,7 @@ def check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
     """Refuse a data set with less than one sample.
 
     Raises:
-        DataError: naming the longest sequence that it has.
+        DataError: the data set is too short; the message names the longest sequence that it has.
     """
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens
     if num_tokens < sequence_length + 1:
@@ -111,7 +111,7 @@ def check_epochs(
     """The shares of a blend, after refusing a run that is longer than its epochs.
 
     Raises:
-        ConfigError: saying how many samples there are, and how long the run may be.
+        ConfigError: the run is too long; the message says how many samples there are, and how long the run may be.
     """
     shares = blend_shares(entries, datasets, sequence_length)
     if shares.most_samples is not None and num_samples > shares.most_samples:
@@ -133,7 +133,7 @@ def check_document_order(
     """Refuse a run whose order of documents is longer than Megatron's index of them.
 
     Raises:
-        ConfigError: naming the data set, and what can be changed.
+        ConfigError: the order is too long; the message names the data set, and what can be changed.
     """
     shares = blend_shares(entries, datasets, sequence_length)
     for weight, dataset in zip(shares.weights, datasets, strict=True):

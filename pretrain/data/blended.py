@@ -37,7 +37,7 @@ class BlendIndex:
             checked: hold it against its hashes, which one process of a machine does.
 
         Raises:
-            DataError: it cannot be kept there.
+            DataError: the index cannot be kept there.
         """
         total = np.sum(np.array(weights, dtype=np.float64))
         shares = [float(weight / total) for weight in np.array(weights, dtype=np.float64)]

@@ -107,7 +107,8 @@ def parquet_rows(path: Path, column: str) -> Iterator[Row]:
     """Rows of a parquet file.
 
     Raises:
-        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings, in structs or not.
+        ArrowException, OSError, ValueError: the file cannot be read on, or has no such column of strings, in structs or
+            not.
     """
     import pyarrow.parquet
 
@@ -125,7 +126,8 @@ def arrow_rows(path: Path, column: str) -> Iterator[Row]:
     """Rows of an Arrow file: in the streaming format, as `datasets` saves it, or the file format (Feather).
 
     Raises:
-        ArrowException, OSError, ValueError: it cannot be read on, or has no such column of strings, in structs or not.
+        ArrowException, OSError, ValueError: the file cannot be read on, or has no such column of strings, in structs or
+            not.
     """
     import pyarrow
 
@@ -170,7 +172,7 @@ def _path_of(schema: pyarrow.Schema, column: str) -> tuple[str, ...]:
     """Names of a column of strings, or of one in structs, as in `meta.text`, from the outermost on.
 
     Raises:
-        ValueError: there is no such column, or it holds something else.
+        ValueError: the column is missing, or holds something else.
     """
     import pyarrow
 

@@ -34,7 +34,7 @@ def read_whole(path: Path) -> bytes:
     """All that a file holds, decompressed, without a byte order mark.
 
     Raises:
-        UNREADABLE: it cannot be read.
+        UNREADABLE: the file cannot be read.
     """
     most = MAX_UNPACKED_BYTES if path.suffix.lower() in COMPRESSIONS else math.inf
     parts, num_bytes = [], 0

@@ -71,7 +71,7 @@ def chat_tokenizer(spec: str | Path, eod_token: str | None = None) -> HuggingFac
         eod_token: the token that ends a document; None picks the only known name that the vocabulary has.
 
     Raises:
-        DataError: there is no such tokenizer, it has no template, or it cannot be used.
+        DataError: the tokenizer is missing, has no template, or cannot be used.
     """
     tokenizer, definition = load_tokenizer(spec, eod_token), Path(spec)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -137,7 +137,8 @@ class ConversationReader:
         """Reader of conversations with a tokenizer that has a chat template.
 
         Raises:
-            DataError: it has none; or the template is none, fails, or writes the end of a document within one.
+            DataError: the tokenizer has no template; or the template is none, fails, or writes the end of a document
+                within one.
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.chat is None or not tokenizer.special_tokens:
             raise DataError("Conversations are read by a chat template: open the tokenizer by `chat_tokenizer`.")
@@ -186,7 +187,7 @@ class ConversationReader:
         """Text of a conversation; None: its assistant says nothing.
 
         Raises:
-            BadDocument: it is none, or the template does not tell what the assistant says.
+            BadDocument: the messages are no conversation, or the template does not tell what the assistant says.
         """
         for number, message in enumerate(messages, start=1):
             self._check(message, f"message {number} ({message['role']})")

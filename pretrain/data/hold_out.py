@@ -114,7 +114,7 @@ def mended(hold_out: HoldOut, drawn: DrawnDocuments, *, can_cut: bool) -> TextDi
     None: the draw is right as it is.
 
     Raises:
-        DataError: there is only one text, which cannot be cut.
+        DataError: the text is the only one, and cannot be cut.
     """
     held_out = drawn.held_out[drawn.first]
     sizes = np.bincount(drawn.texts, drawn.sizes).astype(np.int64)
@@ -142,7 +142,7 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> TextDiv
         can_cut: a text may be cut.
 
     Raises:
-        DataError: there is only one, which cannot be cut.
+        DataError: the text is the only one, and cannot be cut.
     """
     total = sum(sizes)
     wanted = hold_out.fraction * total

@@ -36,7 +36,7 @@ def open_index(
             machine does, before the others open them.
 
     Raises:
-        DataError: they cannot be written or read.
+        DataError: the arrays cannot be written or read.
     """
     paths, hashes = [folder / f"{key}-{name}.npy" for name in names], folder / f"{key}-hashes.json"
     try:

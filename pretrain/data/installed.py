@@ -31,7 +31,7 @@ def stdlib_paths() -> list[Path]:
     """The standard library's sources without its tests, sorted.
 
     Raises:
-        DataError: there are none.
+        DataError: no sources are there.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = [

@@ -271,7 +271,7 @@ def saved_tokenizer_info(folder: Path) -> TokenizerInfo:
     """Record of the tokenizer that `save_tokenizer` kept, which is read in no time.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the record is missing or damaged.
     """
     try:
         return TokenizerInfo.from_plain(json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
@@ -285,7 +285,7 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save_tokenizer` kept.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the tokenizer is missing or damaged.
     """
     info = saved_tokenizer_info(folder)
     try:
@@ -302,8 +302,8 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     whatever their size in no time (`verify` reads every byte).
 
     Raises:
-        MissingDataError: there is no data set.
-        DataError: it is incomplete or damaged, or it holds ids past its own vocabulary.
+        MissingDataError: no data set is there.
+        DataError: the data set is incomplete or damaged, or holds ids past its own vocabulary.
     """
     folder = Path(path)
     manifest = _read_manifest(folder)

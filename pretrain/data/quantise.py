@@ -44,7 +44,7 @@ def patches(pixels: Floats, patch: int) -> Floats:
     """[N, L, d], row by row, of images [N, H, W, C].
 
     Raises:
-        DataError: the patch does not divide them.
+        DataError: the patch does not divide the images.
     """
     num_images, height, width, channels = pixels.shape
     if patch < 1 or height % patch or width % patch:
@@ -60,7 +60,7 @@ def k_means(vectors: Floats, num_means: int) -> Floats:
     starts again at the one that is farthest from its mean.
 
     Raises:
-        DataError: there are fewer distinct vectors.
+        DataError: the distinct vectors are fewer than the means.
     """
     distinct = np.unique(vectors, axis=0)
     if not 1 <= num_means <= len(distinct):

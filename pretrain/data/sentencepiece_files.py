@@ -13,7 +13,7 @@ def refuse_sentencepiece(path: Path, wanted: str) -> None:
     """Refuse a model of SentencePiece, and a folder that has one and no `wanted` file, with the way to convert it.
 
     Raises:
-        DataError: it is one.
+        DataError: the path is such a model or folder.
     """
     found = [path] if path.suffix in _ENDINGS and path.is_file() else []
     if path.is_dir() and not (path / wanted).is_file():

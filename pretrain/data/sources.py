@@ -81,7 +81,7 @@ class BadDocumentLog:
         """Count one bad document.
 
         Raises:
-            DataError: there are more than `limit` of them.
+            DataError: the bad documents are more than `limit`.
         """
         self.num_bad += 1
         description = f"{printable(origin)}: {reason}"
@@ -102,7 +102,7 @@ def refuse_kinds(files: Sequence[SourceFile], bad_documents: BadDocumentLog) -> 
     """Refuse files that no text can be read from before any is read, if they are more than may be left out.
 
     Raises:
-        DataError: they are more.
+        DataError: the files are more than may be left out.
     """
     refused = [(str(file.path), refusal) for file in files if (refusal := file.refusal) is not None]
     if len(refused) > bad_documents.limit:
@@ -170,7 +170,7 @@ def read_codes(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """Classes [N] and codes [N, L] of an .npz file.
 
     Raises:
-        ValueError: they are not there, not whole numbers from 0 on, or of other shapes.
+        ValueError: the arrays are missing, not whole numbers from 0 on, or of other shapes.
     """
     with np.load(path, allow_pickle=False) as arrays:
         if missing := {"classes", "codes"} - set(arrays.files):

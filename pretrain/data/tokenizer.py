@@ -199,7 +199,7 @@ class CodeTokenizer(Tokenizer):
         """Tokenizer of a spec `codes:NUM_CODES,NUM_CLASSES`.
 
         Raises:
-            DataError: it is not written so.
+            DataError: the spec is not written so.
         """
         numbers = spec.removeprefix(f"{CODES}:").split(",")
         if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
@@ -388,7 +388,7 @@ def load_tokenizer(
         chat: template of conversations (of a `tokenizer.json` alone).
 
     Raises:
-        DataError: there is no such tokenizer, or it cannot be used.
+        DataError: no such tokenizer exists, or it cannot be used.
     """
     if str(spec) == BYTES or str(spec).startswith(f"{CODES}:"):
         if eod_token is not None or special_tokens:

@@ -29,7 +29,7 @@ def check_limits(definition: Mapping[str, Any], largest_id: int, origin: str) ->
         origin: source of the definition, for messages.
 
     Raises:
-        DataError: it makes texts far longer, or an id is larger than data sets can hold.
+        DataError: the definition makes texts far longer, or an id is larger than data sets can hold.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (growth := _growth(definition.get(part))) > MAX_GROWTH:
@@ -67,7 +67,7 @@ def panics_refused() -> Iterator[None]:
     """Turn a panic into an error, and keep what Rust writes of it on stderr.
 
     Raises:
-        DataError: there was one.
+        DataError: Rust has panicked.
     """
     with _stderr_into_file() as written:
         try:

@@ -92,7 +92,7 @@ def build_unset_chunks(
         fetch_rows: instead of tables that are part of the model, for one that is only read.
 
     Raises:
-        ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
+        ValueError: a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
         ConfigError: this machine cannot run the memory kernels that were asked for.
     """
     layout = config.parallel
@@ -152,7 +152,7 @@ def memory_kernels(config: RunConfig, *, on_gpu: bool) -> Kernels:
     """The kernels that the configuration asks for, compiled if need be.
 
     Raises:
-        ConfigError: this machine cannot run them.
+        ConfigError: this machine cannot run the kernels.
     """
     kernels = config.train.kernels
     if config.model.memory is None and not on_gpu and kernels in ("auto", "cpu"):

@@ -69,7 +69,7 @@ def build_optimizer(
     """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any.
 
     Raises:
-        ConfigError: see `pretrain.engine.tables.value_offload.host_adamw`.
+        ConfigError: DeepSpeed's operation cannot be compiled (`pretrain.engine.tables.value_offload.host_adamw`).
     """
     assigned = assign_groups(chunks)
     dense = _distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)

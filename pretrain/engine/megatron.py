@@ -102,7 +102,7 @@ def run_chunks(config: RunConfig) -> tuple[ModelChunk, ...]:
     """Contents of the model's chunks, in the order of the depth.
 
     Raises:
-        ValueError: see `parallel.pipeline_layout.model_chunks`.
+        ValueError: the layout is malformed or does not fit (`parallel.pipeline_layout.model_chunks`).
     """
     layout = config.parallel
     return model_chunks(

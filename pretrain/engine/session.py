@@ -31,7 +31,7 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
 
     Raises:
         RuntimeError: nobody has started ranks (see `parallel.processes.launch`).
-        ConfigError: there are GPUs, and they cannot be used.
+        ConfigError: the machine has GPUs, and they cannot be used.
     """
     layout, deterministic = config.parallel, config.train.deterministic
     ranks = current_ranks()

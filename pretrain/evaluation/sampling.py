@@ -19,7 +19,7 @@ class Sampling:
         top_k: sample from so many likeliest tokens; None: from all.
 
     Raises:
-        ConfigError: one of them is out of its range.
+        ConfigError: a setting is out of its range.
     """
 
     temperature: float = 0.8

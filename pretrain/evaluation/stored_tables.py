@@ -77,7 +77,7 @@ class TablesInFolder:
     def __init__(self, folder: Path, checkpoint: Path, memory: TokenTableConfig) -> None:
         """
         Raises:
-            CheckpointError: there are none, they are damaged, or they are of another checkpoint.
+            CheckpointError: the folder holds no tables, or they are damaged or of another checkpoint.
         """
         self.folder, self._memory = folder, memory
         self.form, self._banks, made_from = _read_manifest(folder)
@@ -155,7 +155,7 @@ def map_records(path: Path, num_rows: int, record_bytes: int) -> NDArray[np.uint
     """The records of a file [num_rows, record_bytes], mapped.
 
     Raises:
-        CheckpointError: it is not there, or has another size.
+        CheckpointError: the file is not there, or has another size.
     """
     try:
         with path.open("rb") as stream:
@@ -250,7 +250,7 @@ def open_tables(word: str, checkpoint: Path, memory: TokenTableConfig) -> Tables
 
     Raises:
         CheckpointError: the folder does not hold this checkpoint's tables.
-        ConfigError: there is no such form.
+        ConfigError: no form has this name.
     """
     if (Path(word) / TABLES_FILE).is_file():
         return TablesInFolder(Path(word), checkpoint, memory)

@@ -68,7 +68,7 @@ def check_keys(overrides: Sequence[str], *, with_memory: bool) -> None:
         with_memory: blocks of memory are inserted.
 
     Raises:
-        ConfigError: they are not, or the memory's kind is missing.
+        ConfigError: a key is none of those, or the memory's kind is missing.
     """
     for text in overrides:
         _check_key(text, with_memory=with_memory)

@@ -18,7 +18,7 @@ def anchors(placement: Placement, *, num_layers: int, num_inserted: int) -> tupl
     groups differ by one block. top-heavy: the last blocks. bottom-heavy: the first.
 
     Raises:
-        ConfigError: there are fewer blocks than new ones.
+        ConfigError: the blocks are fewer than the new ones.
     """
     if not 1 <= num_inserted <= num_layers:
         raise ConfigError(

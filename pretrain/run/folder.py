@@ -37,7 +37,7 @@ class RunFolder:
         """See whether the folder could be made and written, without making it.
 
         Raises:
-            ConfigError: it could not.
+            ConfigError: the folder could not be made or written.
         """
         if (target := missing_target(self.path)) is not None:
             raise ConfigError(
@@ -53,7 +53,7 @@ class RunFolder:
         """Make the folder if it is missing, and see that it can be written.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the folder cannot be made or written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ def refuse_configuration(path: Path) -> None:
     """Refuse a configuration's file, and name the folder of its run.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the path is a configuration's file.
     """
     if path.suffix not in _ENDINGS or not path.is_file():
         return
@@ -36,7 +36,7 @@ def refuse_checkpoint(path: Path) -> None:
     """Refuse one of a run's checkpoints, and name the run's folder.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the path is a checkpoint of a run.
     """
     whole = path.resolve()
     step, run = step_named(whole), RunFolder(whole.parent.parent)

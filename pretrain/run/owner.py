@@ -214,7 +214,7 @@ def owned(folder: RunFolder, refusal: str = _IN_USE) -> Iterator[Owner]:
         refusal: the message where another run owns it; {owner} and {folder} stand for them.
 
     Raises:
-        ConfigError: somebody who is alive owns it, or it cannot be written.
+        ConfigError: somebody who is alive owns the folder, or it cannot be written.
     """
     folder.make()
     folder.owner.mkdir(exist_ok=True)

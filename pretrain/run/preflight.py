@@ -40,7 +40,7 @@ def check_stages(
         start: the checkpoint that the run goes on from while its folder has none.
 
     Raises:
-        UserError: see there.
+        UserError: a stage is refused by `validate` or `check_start`.
     """
     for config in stages:
         with naming_stage(config):
@@ -183,7 +183,8 @@ def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Non
         gpu_bytes: memory of a rank's GPU, in bytes.
 
     Raises:
-        ConfigError: naming what a rank would hold, and a layout that fits if there is one.
+        ConfigError: the GPU is too small; the message names what a rank would hold, and a layout that fits if there is
+            one.
     """
     held = held_bytes(config, num_ranks)
     if held.total <= gpu_bytes:

@@ -41,7 +41,7 @@ def parse_row(line: bytes, **needed: type) -> dict[str, Any]:
         needed: keys that it must have, and the types of their values.
 
     Raises:
-        ValueError: it is none; the message goes after "the row".
+        ValueError: the line is no such object; the message goes after "the row".
     """
     try:
         values = json.loads(line.decode())

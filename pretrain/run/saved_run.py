@@ -50,7 +50,7 @@ def find_checkpoint(
     the newest will do: for results that are made of it and outlive the message.
 
     Raises:
-        CheckpointError: there is none, or the one that is meant is damaged.
+        CheckpointError: the run has no such checkpoint, or the one that is meant is damaged.
         ConfigError: a configuration or a checkpoint was given for the folder.
     """
     refuse_configuration(folder.path)
@@ -149,7 +149,7 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
         "key: before -> now" of every difference, but for the place of a stage.
 
     Raises:
-        CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
+        CheckpointError: the two differ in what makes the model (`megamem.identity.Role`): this would be another run.
     """
     before = saved_config(saved, None)
     changes = config_changes(before, config)
@@ -204,7 +204,7 @@ def starting_checkpoint(path: Path | None, folder: RunFolder, *, check_hashes: b
         check_hashes: hold its contents against their hashes, as whoever reads them does.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the checkpoint is missing or damaged.
         ConfigError: the run in the folder has gone on from another one, or from none.
     """
     recorded, is_started = recorded_start(folder), bool(list_checkpoints(folder.checkpoints))
@@ -234,7 +234,7 @@ def recorded_start(folder: RunFolder) -> SavedState | None:
     """Record in a run's folder of the checkpoint that the run went on from; None if it started anew.
 
     Raises:
-        CheckpointError: that is damaged.
+        CheckpointError: the record is damaged.
     """
     if not folder.start.exists():
         return None

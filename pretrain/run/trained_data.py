@@ -41,7 +41,7 @@ def check_trained_data(config: RunConfig, saved: SavedState, datasets: Sequence[
         Notices for the user, in sentences.
 
     Raises:
-        DataError: naming the difference and the remedy.
+        DataError: the tokenizer or the data is another; the message names the difference and the remedy.
     """
     told = list(_check_tokenizer(saved, datasets[0]))
     now, state = data_read(datasets), saved.run
@@ -136,7 +136,7 @@ def tokenizer_of(folder: RunFolder, saved: SavedState) -> Tokenizer:
     """The tokenizer that a run keeps, with which the checkpoint was trained.
 
     Raises:
-        DataError: it cannot be read, or is another one.
+        DataError: the tokenizer cannot be read, or is another one.
     """
     tokenizer = open_saved_tokenizer(folder.tokenizer)
     expected = saved.run.tokenizer

@@ -59,7 +59,7 @@ def refuse_edited_past(stages: Sequence[RunConfig], folder: RunFolder) -> None:
         folder: folder of the run, which may be new.
 
     Raises:
-        ConfigError: naming stage, keys and remedy.
+        ConfigError: a trained stage has changed; the message names stage, keys and remedy.
     """
     saved = newest_readable(folder.checkpoints)
     if saved is None or stages[0].stage is None or not folder.stages.exists():

@@ -19,7 +19,7 @@ def done_by_main(work: Callable[[], T]) -> T:
         work: is done by rank 0 alone; its result can be pickled.
 
     Raises:
-        UserError: on every rank: what the work raised.
+        UserError: the work's own error, on every rank.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:

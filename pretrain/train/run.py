@@ -168,7 +168,7 @@ def open_run(
         checked: the contents of `start` have been held against their hashes.
 
     Raises:
-        UserError: what the data, the configuration or the checkpoint lack.
+        UserError: the data, the configuration or the checkpoint lacks something.
     """
     train = config.train
     datasets = open_blend(config.read_data)
@@ -240,7 +240,7 @@ def owning(folder: RunFolder) -> Iterator[Owner | None]:
     """Rank 0 owns the run's folder until the block ends; None on the others. Collective.
 
     Raises:
-        ConfigError: on every rank: it cannot be written, or another run owns it.
+        ConfigError: on every rank: the folder cannot be written, or another run owns it.
     """
     owner: list[Owner | None] = [None]
     with ExitStack() as stack:
@@ -308,7 +308,7 @@ def newest_checkpoint(folder: RunFolder, groups: ParallelGroups, *, check_hashes
     """The newest checkpoint of a run that is complete and, with `check_hashes`, whole. Collective.
 
     Raises:
-        CheckpointError: on every rank: there are checkpoints, and none can be read.
+        CheckpointError: on every rank: the run has checkpoints, and none can be read.
     """
     saved, problems = agreed_checkpoint(folder.checkpoints, check_hashes=check_hashes)
     if groups.is_main:
@@ -322,7 +322,7 @@ def checkpoint_of_step(folder: RunFolder, step: int) -> SavedState:
     Collective.
 
     Raises:
-        CheckpointError: on every rank: it cannot be read.
+        CheckpointError: on every rank: the checkpoint cannot be read.
     """
     return done_by_main(lambda: read_state(step_folder(folder.checkpoints, step)))
 

@@ -51,7 +51,7 @@ def train_stages(
 
     Raises:
         StoppedEarly: a rank was told to stop, between two stages.
-        UserError: see `open_run`.
+        UserError: a stage cannot be opened, as `open_run` says.
     """
     saved = newest_checkpoint(folder, groups, check_hashes=stages[0].checkpoint.check_hashes)
     checked = saved is not None

@@ -95,7 +95,7 @@ def open_safetensors(folder: Path) -> SafetensorsReader:
     """Open `model.safetensors.index.json` and the files it names, or `model.safetensors` alone.
 
     Raises:
-        CheckpointError: there is neither, or a file is damaged, or is not what the index says.
+        CheckpointError: neither file is there, or one is damaged, or is not what the index says.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -135,7 +135,7 @@ def _read_header(path: Path) -> dict[str, _Place]:
     """The tensors of one file.
 
     Raises:
-        CheckpointError: it is no safetensors file, or its header does not fit the file.
+        CheckpointError: the file is no safetensors file, or its header does not fit it.
     """
     try:
         with path.open("rb") as stream:

@@ -24,7 +24,7 @@ class StateDictReader:
         """Open it without reading its tensors. They may be under a key `model`.
 
         Raises:
-            CheckpointError: it is missing or damaged, or holds no tensors by name.
+            CheckpointError: the file is missing or damaged, or holds no tensors by name.
         """
         self._path = path
         tree = open_zip(path)

@@ -73,7 +73,7 @@ class TensorReader(Protocol):
         """A region of one tensor: contiguous, on the CPU, and the caller's own to write to.
 
         Raises:
-            CheckpointError: it is not there, or cannot be read.
+            CheckpointError: the region is not there, or cannot be read.
         """
         ...
 

@@ -72,7 +72,7 @@ class TorchDistReader:
         """Read an object that is no tensor, and run nothing of it (see `open_zip`); None: there is none of this name.
 
         Raises:
-            CheckpointError: it is not where the index says.
+            CheckpointError: the object is not where the index says.
         """
         place = self._objects.get(name)
         return None if place is None else open_zip(self.folder / place.file, place.start, place.num_bytes)
@@ -81,7 +81,7 @@ class TorchDistReader:
         """A part, without reading its elements.
 
         Raises:
-            CheckpointError: it is not where the index says.
+            CheckpointError: the part is not where the index says.
         """
         item = open_zip(self.folder / part.file, part.start, part.num_bytes)
         expected = self._tensors[part.region.name].dtype
@@ -107,6 +107,6 @@ def open_torch_dist(folder: Path) -> TorchDistReader:
     """Open a checkpoint of this format.
 
     Raises:
-        CheckpointError: its index is missing or damaged, or not to be trusted.
+        CheckpointError: the index is missing or damaged, or not to be trusted.
     """
     return TorchDistReader(folder, read_index(folder))

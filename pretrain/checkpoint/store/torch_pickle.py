@@ -149,7 +149,8 @@ def load(content: bytes, stored: Callable[..., LazyTensor]) -> Any:
         stored: makes a tensor of a storage (`LazyUnpickler`).
 
     Raises:
-        pickle.UnpicklingError: it is damaged, or made to exhaust memory. Damaged bytes may raise anything else, too.
+        pickle.UnpicklingError: the pickle is damaged, or made to exhaust memory. Damaged bytes may raise anything else,
+            too.
     """
     check_budget(content)
     return LazyUnpickler(content, stored).load()

@@ -299,7 +299,8 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
         origin: name of the content in messages.
 
     Raises:
-        CheckpointError: naming key and value of what our models cannot be.
+        CheckpointError: the model is none that ours can be; the message names the key and the value of what they
+            cannot.
     """
     if config.get("architectures") == [OWN]:
         native = config.get("native")

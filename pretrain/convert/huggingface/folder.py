@@ -124,7 +124,7 @@ def changed_code(folder: Path) -> list[str] | None:
     tokenizer's and a processor's configuration have an `auto_map` of their own, and an adapter's names another model.
 
     Raises:
-        CheckpointError: its configuration cannot be read.
+        CheckpointError: the folder's configuration cannot be read.
     """
     _read_config(folder / CONFIG_FILE)
     named = {path: maps for path in sorted(folder.rglob("*.json")) if (maps := _named_code(path))}
@@ -202,8 +202,8 @@ def open_folder(folder: Path) -> Imported:
     """Open a Llama, a Qwen, a Mistral or an exported model to train it on.
 
     Raises:
-        CheckpointError: it is damaged, or of a model that ours cannot be.
-        DataError: its tokenizer cannot be used.
+        CheckpointError: the model is damaged, or one that ours cannot be.
+        DataError: the folder's tokenizer cannot be used.
     """
     path = folder / CONFIG_FILE
     content = _read_config(path)

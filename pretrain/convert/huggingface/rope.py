@@ -51,7 +51,7 @@ def imported_base(config: Mapping[str, Any], origin: str) -> int:
     """Theta, of either form in which files say it.
 
     Raises:
-        CheckpointError: it is no whole number.
+        CheckpointError: theta is no whole number.
     """
     base = config.get("rope_theta", 10000.0)
     for _, rope in _sections(config, origin):
@@ -65,7 +65,7 @@ def imported_scaling(config: Mapping[str, Any], origin: str) -> RotaryScalingCon
     """The scaling that a file asks for; None: none.
 
     Raises:
-        CheckpointError: one that our models do not have.
+        CheckpointError: the scaling is one that our models do not have.
     """
     found = None
     for key, rope in _sections(config, origin):

@@ -107,7 +107,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     end with another: the only one of a known name.
 
     Raises:
-        DataError: there is none, it cannot be used, or nothing says which token ends a text.
+        DataError: the tokenizer is missing or cannot be used, or nothing says which token ends a text.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         raise DataError(

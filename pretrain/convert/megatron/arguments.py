@@ -66,7 +66,8 @@ def model_of(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
         origin: name of the arguments in messages.
 
     Raises:
-        CheckpointError: naming argument and value of what our models cannot be.
+        CheckpointError: the model is none that ours can be; the message names the argument and the value of what they
+            cannot.
     """
     _check_plain(arguments, _PLAIN, origin)
     heads, hidden = _whole(arguments, "num_attention_heads", origin), _whole(arguments, "hidden_size", origin)

@@ -85,8 +85,8 @@ def _saved_model(source: TorchDistReader) -> ModelConfig:
     """The model of the arguments that Megatron-LM saves, of which nothing is run.
 
     Raises:
-        ConfigError: there are none.
-        CheckpointError: they cannot be read, or are of a model that ours cannot be.
+        ConfigError: the checkpoint holds no arguments.
+        CheckpointError: the arguments cannot be read, or are of a model that ours cannot be.
     """
     path = source.folder / _COMMON_FILE
     common: Any = open_zip(path) if path.is_file() else source.loaded(_COMMON_OBJECT)

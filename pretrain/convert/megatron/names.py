@@ -30,7 +30,7 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
         tensors: theirs, by name.
 
     Raises:
-        CheckpointError: they are of another number of blocks.
+        CheckpointError: the tensors are of another number of blocks.
     """
     hidden = model.hidden_size
     found = [

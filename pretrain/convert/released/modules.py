@@ -30,7 +30,7 @@ def modules_as_ours(source: TensorReader, model: ModelConfig) -> TensorReader:
         model: config of a model with these memories.
 
     Raises:
-        CheckpointError: it lacks a module of the model, or has one of other sizes or with other parts.
+        CheckpointError: the checkpoint lacks a module of the model, or has one of other sizes or with other parts.
         ConfigError: the code has no such memories.
     """
     pairs: list[Pair] = []
@@ -139,7 +139,7 @@ def _table_in_parts(source: TensorReader, layer: PlacedMemory, module: ReleasedM
     """The table as it lies in one tensor, or in parts of rows.
 
     Raises:
-        CheckpointError: it has another number of rows than the bank.
+        CheckpointError: the table has another number of rows than the bank.
     """
     start, rows = f"{prefix}{module.table}.", layer.view.num_bank_rows
     names = [f"{start}weight"]

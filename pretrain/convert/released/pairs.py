@@ -171,7 +171,7 @@ def as_ours(source: TensorReader, model: ModelConfig, release: str) -> PairedRea
         release: `ULTRAMEMV2_RELEASE` or `META_RELEASE`.
 
     Raises:
-        CheckpointError: it has other tensors than the model.
+        CheckpointError: the checkpoint has other tensors than the model.
         ConfigError: the release has no such model.
     """
     translate = from_meta if release == META_RELEASE else from_released

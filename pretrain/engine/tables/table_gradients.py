@@ -28,7 +28,7 @@ def make_gradient_stream(config: RunConfig, groups: ParallelGroups) -> GradientS
     """A CUDA stream for gradients of tables, where memories have one: without their priority, since nobody waits.
 
     Raises:
-        ConfigError: it cannot have the share of the GPU that is asked for.
+        ConfigError: the stream cannot have the share of the GPU that is asked for.
     """
     if not groups.on_gpu or not memory_runs_beside(config):
         return None

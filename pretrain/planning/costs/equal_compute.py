@@ -62,7 +62,7 @@ def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, mult
     """The `ffn_hidden_size`, a multiple of `multiple`, at which `measure` comes nearest to `target`.
 
     Raises:
-        ValueError: if no width can do it.
+        ValueError: no width can do it.
     """
     if model.moe is not None:
         raise ValueError(
@@ -123,7 +123,7 @@ def solve_experts(
         count_multiple: the number of experts is a multiple of this: the ranks that share them.
 
     Raises:
-        ValueError: if fewer than `top_k` experts would be left, or experts without any width.
+        ValueError: fewer than `top_k` experts would be left, or experts without any width.
     """
 
     def counts(num_experts: int, width: int) -> tuple[int, int]:

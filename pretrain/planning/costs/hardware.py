@@ -107,7 +107,7 @@ def hardware_file(name: str) -> Path:
     """A file of `configs/hardware` by its name, or a path as it is.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no file has that name.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -123,6 +123,6 @@ def load_hardware(name: str) -> Hardware:
     """The figures of a file, see `hardware_file`.
 
     Raises:
-        ConfigError: there is none, or it is malformed.
+        ConfigError: the file is missing or malformed.
     """
     return load_as(Hardware, hardware_file(name))

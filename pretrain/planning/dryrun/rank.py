@@ -96,7 +96,7 @@ def dry_run(
             beside backward from the second on.
 
     Raises:
-        ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
+        ConfigError: the configuration has what a dry run cannot follow, or this process sees a GPU.
     """
     for number in ranks:
         with built_rank(config, world_size, number, gpu=StandInGpu() if as_gpu else None) as rank, rank.working():
@@ -119,7 +119,7 @@ def built_rank(config: RunConfig, world_size: int, number: int, *, gpu: StandInG
         gpu: stand-in whose branches the rank takes; None: the rank takes the CPU's.
 
     Raises:
-        ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
+        ConfigError: the configuration has what a dry run cannot follow, or this process sees a GPU.
     """
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")

@@ -112,7 +112,7 @@ def _page_sizes(sizes: set[int], places: Tensor, slots: Tensor, requests: Tensor
     """Page sizes, out of some, by which an engine's table of pages says where its tokens are.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no page size fits.
     """
     is_token = slots >= 0
     places, requests, slots = places[is_token], requests[is_token], slots[is_token]

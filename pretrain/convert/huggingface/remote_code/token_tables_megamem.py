@@ -176,7 +176,7 @@ def columns_here(count: int, width: int, block: int) -> slice:
     """Columns of all `width` values that a rank with `count` of them has, in an engine that split attention's heads.
 
     Raises:
-        ValueError: nobody says which.
+        ValueError: nobody says which columns.
     """
     if count == width:
         return slice(None)
