@@ -44,7 +44,7 @@ class Page:
 
         Raises:
             ConfigError: the file is there and lacks the marks.
-            OSError: it could not be written.
+            OSError: the page could not be written.
         """
         begin, end = self.marks
         if self.path.suffix != ".md":

@@ -55,8 +55,8 @@ def run_command(*words: str) -> str:
     """Run a command and return what it prints.
 
     Raises:
-        ConfigError: it is not installed.
-        SlurmError: it failed, with what it said.
+        ConfigError: the command is not installed.
+        SlurmError: the command failed; the message has what it said.
     """
     try:
         result = subprocess.run(
@@ -76,7 +76,7 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Queue a batch script. Returns the job's number.
 
     Raises:
-        SlurmError: it was refused.
+        SlurmError: the job was refused.
     """
     # With a federation, the cluster's name follows the number.
     return run_command("sbatch", "--parsable", *options, str(script)).split(";")[0]
@@ -97,7 +97,7 @@ def job_fields(job: str) -> dict[str, str]:
     """Fields of a job in `scontrol show job`, by name.
 
     Raises:
-        SlurmError: there is no such job, or no answer.
+        SlurmError: Slurm knows no such job, or gives no answer.
     """
     said = run_command("scontrol", "-o", "show", "job", job)
     # The one field that may hold anything.

@@ -86,7 +86,7 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
         environ: environment of the batch script.
 
     Raises:
-        ConfigError: the run must not start again; it says why.
+        ConfigError: the run must not start again; the message says why.
     """
     submission = _submission(jobs)
     profile = load_profile(jobs.profile)
@@ -144,7 +144,7 @@ def _is_left_to_train(stage: RunConfig, saved_step: int) -> bool:
     """True if a link of a chain has anything to do.
 
     Raises:
-        ConfigError: its turn has not come.
+        ConfigError: the stage's turn has not come.
     """
     assert stage.stage is not None
     if saved_step < stage.stage.steps_before:
@@ -189,7 +189,7 @@ def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: Clu
     """Record how an attempt ended and what follows.
 
     Raises:
-        UserError: it cannot be recorded. Nobody could count the starts of such a run, so it is not started again.
+        UserError: the end cannot be recorded. Nobody could count the starts of such a run, so it is not started again.
     """
     # The next attempt drops the rows of steps that were lost.
     step, heard_at = last_step(jobs.run.metrics)
@@ -314,7 +314,7 @@ def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes:
         num_wanted: nodes for the whole run; more are to spare.
 
     Raises:
-        ConfigError: there is no such number, or it is below what the profile allows.
+        ConfigError: no number will do, or it is below what the profile allows.
     """
     least = profile.min_nodes if profile.min_nodes is not None else num_wanted
     reason = ConfigError(f"there are {num_nodes}")

@@ -272,7 +272,7 @@ def _refuse_own(key: str, options: Sequence[str], own: Mapping[str, str]) -> Non
     """Refuse options of Slurm that are another way of saying what the script says already.
 
     Raises:
-        ValueError: naming what sets it.
+        ValueError: an option says what the script says; the message names what sets it.
     """
     for option in options:
         name = re.split(r"[=\s]", option.removeprefix("--"), maxsplit=1)[0]
@@ -290,7 +290,7 @@ def find_profile(name: str) -> Path:
     """The file of a profile: one of `configs/clusters` by name, or a path.
 
     Raises:
-        ConfigError: there is none; it names those that there are.
+        ConfigError: no profile has the name; the message names those that there are.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -308,7 +308,7 @@ def load_profile(path: Path) -> ClusterConfig:
     """A profile, with its paths made absolute.
 
     Raises:
-        ConfigError: naming key, value, line and fix of every problem.
+        ConfigError: the profile has problems; the message names key, value, line and fix of every one.
     """
     profile = load_as(ClusterConfig, path)
     named: dict[str, Any] = {

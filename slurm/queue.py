@@ -96,7 +96,7 @@ def check_free(jobs: Sequence[JobsFolder]) -> None:
         jobs: all records of the run.
 
     Raises:
-        ConfigError: naming its job or process, and how to end it.
+        ConfigError: the run runs or waits; the message names its job or process, and how to end it.
     """
     for records in jobs:
         run, named = records.run, shlex.quote(str(records.run.path))
@@ -117,7 +117,7 @@ def submitting(run: RunFolder) -> Iterator[None]:
     """Be the only one who submits a run, or the sweep in a folder, until the block ends.
 
     Raises:
-        ConfigError: somebody else does, and is named.
+        ConfigError: somebody else submits, and is named.
     """
     # A claim of its own: that of the run is for the job, which may begin before this block ends.
     with owned(
@@ -144,7 +144,7 @@ def queue_chain(links: Sequence[QueuedJob]) -> list[str]:
         Their numbers.
 
     Raises:
-        SlurmError: one was refused; none is left in the queue.
+        SlurmError: a job was refused; none is left in the queue.
     """
     numbers: list[str] = []
     for link in links:

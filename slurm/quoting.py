@@ -35,7 +35,7 @@ def refuse_unfit(owner: Any) -> None:
     """Look at all texts of a configuration object, but not of those within it.
 
     Raises:
-        ValueError: naming the field of one that no script can hold.
+        ValueError: a text is one that no script can hold; the message names its field.
     """
     for field in fields(owner):
         value = getattr(owner, field.name)
@@ -51,7 +51,7 @@ def shell_word(what: str, text: object) -> str:
         what: name of the thing, for messages.
 
     Raises:
-        ConfigError: no script can hold it.
+        ConfigError: no script can hold the text.
     """
     return shlex.quote(_fit(what, text))
 
@@ -82,7 +82,7 @@ def log_folder(what: str, path: Path) -> Path:
     """A folder in which Slurm is to write logs, whose names it takes for patterns.
 
     Raises:
-        ConfigError: it would write elsewhere.
+        ConfigError: Slurm would write elsewhere.
     """
     for letter in "%\\":
         if letter in _fit(what, path):

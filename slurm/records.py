@@ -196,7 +196,7 @@ class AttemptFolder:
         """Record of the attempt at its start.
 
         Raises:
-            ConfigError: its record is gone.
+            ConfigError: the attempt's record is gone.
         """
         attempt = _read(Attempt, self.begun)
         if attempt is None:

@@ -44,7 +44,7 @@ def meeting_point(file: Path, rank: int, timeout_s: float, environ: Mapping[str,
         timeout_s: seconds that rank 0 may take to start.
 
     Raises:
-        UserError: rank 0 has not written it in time.
+        UserError: rank 0 has not written the meeting point in time.
     """
     if rank == 0:
         chosen = _choose(environ)

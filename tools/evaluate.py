@@ -157,7 +157,7 @@ def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
     """The overrides of the command line, those of `--data` among them.
 
     Raises:
-        ConfigError: one cannot be overridden.
+        ConfigError: a key cannot be overridden.
     """
     for word in words:
         if not word.startswith(_OVERRIDABLE):

@@ -60,7 +60,7 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
     """Two tables: totals and costs per token beside the paper's figures, and parameters by part.
 
     Raises:
-        ConfigError: if a configuration leaves its vocabulary to the data.
+        ConfigError: a configuration leaves its vocabulary to the data.
     """
     for config in configs:
         if config.model.vocab_size is None:

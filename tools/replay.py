@@ -79,7 +79,7 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
     """The checkpoint of a step, or the newest complete one before the last step.
 
     Raises:
-        CheckpointError: there is none, or no step of the run follows it.
+        CheckpointError: no such checkpoint is there, or no step of the run follows it.
     """
     from pretrain.run.saved_run import find_checkpoint
 

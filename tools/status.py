@@ -161,7 +161,7 @@ def line_of(path: Path) -> StatusLine:
     """Figures of a run, from one look at its folder.
 
     Raises:
-        ConfigError: its configuration is damaged.
+        ConfigError: the run's configuration is damaged.
     """
     folder = RunFolder(path)
     name, num_steps = _configured(folder)

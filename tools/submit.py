@@ -212,7 +212,7 @@ def check(job: QueuedJob) -> None:
     """Look at all that a job will meet, as far as this machine can see it.
 
     Raises:
-        UserError: what it would fail for.
+        UserError: the job would fail, for the reason that is told.
     """
     _check_secrets(job.profile)
     _check_unfinished(job)
@@ -233,7 +233,7 @@ def _check_unfinished(job: QueuedJob) -> None:
     """Refuse a run whose steps are all done: its job would do nothing.
 
     Raises:
-        ConfigError: saying so, and how to go on.
+        ConfigError: all steps are done; the message says so, and how to go on.
     """
     if _is_finished(job):
         saved_step, run_steps = job.records.newest_saved_step(), job.stages[0].run_steps
@@ -248,7 +248,7 @@ def _check_secrets(profile: ClusterConfig) -> None:
     """Refuse files of secrets that are not there, or that others can read.
 
     Raises:
-        ConfigError: naming the file.
+        ConfigError: a file is missing, or others can read it; the message names it.
     """
     for entry in profile.environment:
         if entry.file is None:
@@ -336,7 +336,7 @@ def check_seen_by_nodes(
     """Refuse what lies outside of the folders that all nodes see.
 
     Raises:
-        ConfigError: naming it, and the folders.
+        ConfigError: a path lies outside; the message names it, and the folders.
     """
     named = [("the run folder", str(folder.path))]
     if start is not None:

@@ -76,7 +76,7 @@ def token_tables(config: RunConfig, option: str) -> TokenTableConfig:
     """The memory of a run, whose rows the token addresses.
 
     Raises:
-        ConfigError: it is another one; `option` was asked for.
+        ConfigError: the memory is another one; `option` was asked for.
     """
     if isinstance(config.model.memory, TokenTableConfig):
         if config.model.memory.address is not None:
@@ -95,7 +95,7 @@ def form_of(word: str, memory: TokenTableConfig) -> TableForm:
     """The form that a word names, or that the tables of a folder have.
 
     Raises:
-        ConfigError: there is no such form, or rows cannot have it.
+        ConfigError: no such form exists, or rows cannot have it.
     """
     manifest = Path(word) / TABLES_FILE
     try:

@@ -71,7 +71,7 @@ def frequency_deciles(counts: NDArray[np.int64], tokenizer: Tokenizer) -> Decile
     is special, and in no bin.
 
     Raises:
-        DataError: there are fewer types than bins.
+        DataError: the types are fewer than the bins.
     """
     kept = [
         number

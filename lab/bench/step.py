@@ -51,7 +51,7 @@ def with_pairs(configs: Mapping[str, RunConfig]) -> dict[str, Contender]:
     """Each configuration, and after it the two that it is to be compared with.
 
     Raises:
-        ConfigError: one of them has no memory or no dense feed-forward, or no pair.
+        ConfigError: a configuration has no memory or no dense feed-forward, or no pair.
     """
     contenders: dict[str, Contender] = {}
     for name, config in configs.items():

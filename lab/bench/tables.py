@@ -111,7 +111,7 @@ def check_sizes(config: RunConfig, memory: TokenTableConfig, sizes: Sequence[int
     """Refuse a table that the model's own does not fit into, and a disk that it does not fit onto.
 
     Raises:
-        ConfigError: see above, or there is no such folder.
+        ConfigError: a size is too small for the model's own tables or too large for the disk, or no such folder exists.
     """
     own = shape_of(config, memory).num_bytes
     if sizes[0] < own:

@@ -229,7 +229,7 @@ def megamem(*words: object) -> None:
     """Run a command of this program.
 
     Raises:
-        RuntimeError: it failed; with the last that it said.
+        RuntimeError: the command failed; the message has the last that it said.
     """
     result = subprocess.run(
         _words(*words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

@@ -57,7 +57,7 @@ def watched_run(
         count_moved: also count the bytes that operations move (`lab.stand_in.moved`).
 
     Raises:
-        ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
+        ConfigError: the configuration has what a dry run cannot follow, or this process sees a GPU.
     """
     for number in ranks:
         gpu = StandInGpu()

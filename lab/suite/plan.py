@@ -34,7 +34,7 @@ class SuitePlan:
         num_wrong: wrong answers that the right one is set against.
 
     Raises:
-        ConfigError: one of them is out of its range.
+        ConfigError: an attribute is out of its range.
     """
 
     tasks: tuple[str, ...]

@@ -31,7 +31,7 @@ class Filler:
             parts: data sets of one tokenizer, each with the split to read.
 
         Raises:
-            DataError: there is no text in them.
+            DataError: the data sets hold no text.
         """
         self.tokenizer: Tokenizer = parts[0][0].tokenizer
         filled = [part for part in parts if part[0].manifest.splits[part[1]].num_bytes]

@@ -49,7 +49,7 @@ def _verify(checkpoint: OpenedCheckpoint, resources: Resources, *, finite: bool)
     """Read one checkpoint, and say that it is whole.
 
     Raises:
-        CheckpointError: it is not; what is wrong was printed.
+        CheckpointError: the checkpoint is not whole; what is wrong was printed.
     """
     from pretrain.convert.verify import problems_of
 

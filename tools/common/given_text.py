@@ -15,7 +15,7 @@ def text_in(file: str, option: str) -> str:
         option: the option that names the file, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()

@@ -136,7 +136,7 @@ def find_runs(path: Path, problems: list[str]) -> list[Path]:
     Folders that cannot be read are told of in `problems`: there may be runs in them.
 
     Raises:
-        ConfigError: there is no such folder, or no run in it.
+        ConfigError: no such folder exists, or no run is in it.
     """
     refuse_configuration(path)
     if not path.is_dir():

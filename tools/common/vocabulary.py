@@ -16,7 +16,7 @@ def with_vocabulary_of(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """The configuration with a vocabulary: its own, or that of its data's tokenizer.
 
     Raises:
-        ConfigError: its own is the smaller one, or a memory has no rows for some ids.
+        ConfigError: the configuration's own vocabulary is the smaller one, or a memory has no rows for some ids.
     """
     from pretrain.data.blend import model_vocab_size
 
@@ -33,8 +33,8 @@ def with_vocabulary_of_data(config: RunConfig, path: str) -> RunConfig:
     """The configuration of a file with a vocabulary: its own, or that of its data sets' tokenizer, as training has it.
 
     Raises:
-        ConfigError: it leaves its vocabulary to a tokenizer, and its data sets are not here.
-        DataError: they are damaged, or have different tokenizers.
+        ConfigError: the configuration leaves its vocabulary to a tokenizer, and its data sets are not here.
+        DataError: the data sets are damaged, or have different tokenizers.
     """
     if config.model.vocab_size is not None:
         return config

@@ -51,7 +51,7 @@ def size_table(texts: Sequence[str]) -> str:
     """A row for each size.
 
     Raises:
-        ConfigError: one of them cannot be read, or is out of the rules' reach.
+        ConfigError: a size cannot be read, or is out of the rules' reach.
     """
     return markdown_table(_HEADER, [list(_row(text)) for text in texts])
 

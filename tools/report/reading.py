@@ -118,7 +118,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Runs, each by the name of its folder or file, or by its whole path where two have one name.
 
     Raises:
-        ConfigError: one of them is no run or has no metrics yet, or is named twice.
+        ConfigError: a path is no run or has no metrics yet, or is named twice.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError(f"a run is named twice: {', '.join(map(str, paths))}")
@@ -134,7 +134,7 @@ def read_run(path: Path) -> RunRecord:
     """A run's folder, or a file with the rows of one.
 
     Raises:
-        ConfigError: there is no such run, it has no metrics yet, or they are damaged.
+        ConfigError: no such run exists, it has no metrics yet, or they are damaged.
     """
     refuse_configuration(path)
     if path.is_file():
@@ -177,7 +177,7 @@ def read_metrics_file(path: Path) -> Metrics:
     """The columns of a file of metrics.
 
     Raises:
-        ConfigError: it has no row of a step yet, or one whose figures are of another kind.
+        ConfigError: the file has no row of a step yet, or one whose figures are of another kind.
     """
     figures: dict[str, Column] = {}
     of_blocks: dict[str, dict[int, Column]] = {}

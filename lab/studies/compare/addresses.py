@@ -45,7 +45,7 @@ def addresses_of(config: RunConfig, path: Path, num_ranks: int) -> Addresses:
     """Losses of a finished run, measured once and kept in its folder.
 
     Raises:
-        RunStopped: they could not be measured.
+        RunStopped: the losses could not be measured.
     """
     folder = RunFolder(path)
     saved = find_checkpoint(folder, None)

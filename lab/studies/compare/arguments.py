@@ -100,7 +100,7 @@ def refuse_launcher(name: str) -> None:
     """Refuse to run under torchrun or srun.
 
     Raises:
-        ConfigError: naming the command.
+        ConfigError: a launcher started this process; the message names the command.
     """
     if started_world_size() is not None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def open_page(args: argparse.Namespace, part: str) -> Page:
     """The page of the report, and its part of it.
 
     Raises:
-        ConfigError: it is there, and is none of ours.
+        ConfigError: the page is there, and is none of ours.
     """
     page = Page(args.report or args.run_dir / f"{part}.md", part)
     page.check()

@@ -144,7 +144,7 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None, at_once: int
     """Number of ranks of each run; configurations by the paths of their files.
 
     Raises:
-        ConfigError: by default they would have different numbers.
+        ConfigError: the runs would have different numbers by default.
     """
     default = default_num_ranks if at_once == 1 else fewest_ranks
     wanted = {path: nproc or default(config.parallel) for path, config in configs.items()}

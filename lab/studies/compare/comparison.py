@@ -163,7 +163,7 @@ class Comparison:
         """Do jobs at once whose results are then found, one by one, where they left them. Without `--at-once`, nothing.
 
         Raises:
-            RunStopped: one did not come to its end.
+            RunStopped: a job did not come to its end.
         """
         if self.at_once > 1:
             run_side_by_side(list(jobs), self.at_once, self.num_ranks)

@@ -54,7 +54,7 @@ def with_memory(models: Sequence[RunConfig]) -> list[RunConfig]:
     """Models that can have controls.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no model has a memory.
     """
     if found := [config for config in models if config.model.memory is not None]:
         return found

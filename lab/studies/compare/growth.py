@@ -91,7 +91,7 @@ def read_growth(path: Path) -> Growth:
     """Read a growth file.
 
     Raises:
-        ConfigError: naming the file, what is wrong and what is expected.
+        ConfigError: the file is wrong; the message names it, what is wrong and what is expected.
     """
     content = read_keys(path, "--grow", "growth", ("continued", "ways"))
     continued, ways = content["continued"], content["ways"]

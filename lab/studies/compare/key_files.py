@@ -19,7 +19,7 @@ def read_keys(path: Path, option: str, kind: str, keys: Collection[str]) -> dict
         kind: name of such files, in messages.
 
     Raises:
-        ConfigError: naming the file, what is wrong and what is expected.
+        ConfigError: the file is wrong; the message names it, what is wrong and what is expected.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

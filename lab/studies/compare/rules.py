@@ -52,7 +52,7 @@ def load_configs(words: Sequence[str], late_overrides: Sequence[str] = ()) -> di
         late_overrides: more of those.
 
     Raises:
-        ConfigError: there is no model, a file cannot be loaded, or they are not comparable.
+        ConfigError: no model is given, a file cannot be loaded, or the models are not comparable.
     """
     overrides = overrides_among(words, late_overrides)
     if any(word.startswith("seed=") for word in overrides):
@@ -80,7 +80,7 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
         configs: configurations by the path of their file.
 
     Raises:
-        ConfigError: naming the key and the values, or the name that two of them share.
+        ConfigError: two models differ in a key or share a name; the message names the key and the values, or the name.
     """
     (reference, first), *others = configs.items()
     for path, config in others:

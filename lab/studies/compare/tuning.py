@@ -61,7 +61,7 @@ def read_tuning(path: Path) -> Tuning:
     """Read a tuning file.
 
     Raises:
-        ConfigError: naming the file, what is wrong and what is expected.
+        ConfigError: the file is wrong; the message names it, what is wrong and what is expected.
     """
     content = read_keys(path, "--tune", "tuning", _FIELDS)
     for name, kind in _FIELDS.items():
@@ -170,7 +170,7 @@ def check_keys(tuning: Tuning, path: Path, searches: Sequence[Search]) -> list[s
         Each key that none of these models reads, with its values.
 
     Raises:
-        ConfigError: naming the key, the value and what is wrong with it.
+        ConfigError: no model can have a value; the message names the key, the value and what is wrong with it.
     """
     unread = []
     for key, values in tuning.values.items():

@@ -38,7 +38,7 @@ def draw(answers: Sequence[Answers], path: Path) -> None:
     """Write the picture.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with naming(path):
         picture(answers).savefig(path, dpi=150)
