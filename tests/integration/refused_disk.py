@@ -27,7 +27,7 @@ def own_mounts() -> None:
     """Give this process mounts of its own from here on.
 
     Raises:
-        OSError: that is not allowed here.
+        OSError: mounts of its own are not allowed here.
     """
     user, group = os.getuid(), os.getgid()
     _checked(_libc().unshare(_CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER))

@@ -322,12 +322,18 @@ QUESTIONS = "of|what|which|whose|where|how|who|when|why|whether"
 BEGINS_A_FRAGMENT = re.compile(rf"\s*({QUESTIONS})\b.*", re.IGNORECASE)
 GOES_ON = re.compile(r"\s*(the same|those|that of)\b.*", re.IGNORECASE)
 PLACES = "(after|at|by|for|from|in|of|on|over|to|with) (what|which|whom|whose)"
-BEGINS_NO_ENTRY = re.compile(rf"\s*({QUESTIONS}|{PLACES}|that|those|the same|see|as|it|they)\b.*", re.IGNORECASE)
+NO_SUBJECTS = f"{QUESTIONS}|{PLACES}|that|those|the same|see|as|it|they"
+BEGINS_NO_ENTRY = re.compile(rf"\s*({NO_SUBJECTS})\b.*", re.IGNORECASE)
+EVERYWHERE = "on (every rank|all ranks): "
+BEGINS_NO_CAUSE = re.compile(
+    rf"\s*({EVERYWHERE})?({NO_SUBJECTS}|if|there|for|with|naming|saying|its|one)\b.*", re.IGNORECASE
+)
 
 SECTION = re.compile(
-    r"^(?P<indent> *)(?:Args|Attributes|Returns):\n(?P<entries>(?:(?P=indent) {4}.*\n|\s*\n)+)", re.MULTILINE
+    r"^(?P<indent> *)(?P<name>Args|Attributes|Returns|Raises):\n(?P<entries>(?:(?P=indent) {4}.*\n|\s*\n)+)",
+    re.MULTILINE,
 )
-NAMED_ENTRY = re.compile(r"^[\w*`]+(?:, [\w*`]+)*:\s+(?P<text>.*)", re.MULTILINE)
+NAMED_ENTRY = re.compile(r"^[\w.*`]+(?:, [\w.*`]+)*:\s+(?P<text>.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -369,10 +375,16 @@ def going_on(tree: ast.Module) -> list[tuple[str, int]]:
     return begins(GOES_ON, ((each.text, each.line) for each in docstrings(tree)))
 
 
-def entries(text: str) -> Iterator[tuple[str, int]]:
-    """Texts behind the names in sections of a docstring, and the first one of a result, with the lines before each."""
+def entries(text: str, *, of_errors: bool) -> Iterator[tuple[str, int]]:
+    """Texts behind the names in sections of a docstring, and the first one of a result, with the lines before each.
+
+    Args:
+        of_errors: read the section of what is raised; else the other ones.
+    """
     text += "\n"
     for section in SECTION.finditer(text):
+        if (section["name"] == "Raises") != of_errors:
+            continue
         before, within = text.count("\n", 0, section.start("entries")), textwrap.dedent(section["entries"])
         found = list(NAMED_ENTRY.finditer(within))
         yield from ((each["text"], before + within.count("\n", 0, each.start("text"))) for each in found)
@@ -382,11 +394,13 @@ def entries(text: str) -> Iterator[tuple[str, int]]:
 
 def entry_fragments(tree: ast.Module) -> list[tuple[str, int]]:
     """Entries of sections, and docstrings of fields, that do not begin with what they are about, with the line."""
-    found = []
+    found: list[tuple[str, int]] = []
+    causes: list[tuple[str, int]] = []
     for each in docstrings(tree):
         found += [(each.text, each.line)] if each.is_of_field else []
-        found += [(text, each.line + line) for text, line in entries(each.text)]
-    return begins(BEGINS_NO_ENTRY, found)
+        found += [(text, each.line + line) for text, line in entries(each.text, of_errors=False)]
+        causes += [(text, each.line + line) for text, line in entries(each.text, of_errors=True)]
+    return begins(BEGINS_NO_ENTRY, found) + begins(BEGINS_NO_CAUSE, causes)
 
 
 def wrong_lines(package: str, find: Callable[[ast.Module], list[tuple[str, int]]]) -> str:
@@ -442,6 +456,8 @@ def test_an_entry_that_does_not_stand_alone_is_found() -> None:
         '    f: int\n    """See `g`.\n\n    They stay."""\n    h: int\n    """Seed."""\n'
         'def k():\n    """\n    Args:\n        *l: whichever; none: of nothing.\n        **m: It is.\n\n    Returns:\n'
         "        The same as `k`,\n        of whom: some.\n        n: which it is.\n\n    Raises:\n        E: it is none.\n"
+        "        a.F, G: on all ranks: there is none.\n        H: on every rank: the file: it is none.\n"
+        "        I: for another one.\n        J: none: naming it.\n        K:\n            naming it.\n"
         '    """\n'
     )
     assert sorted(entry_fragments(ast.parse(text)), key=itemgetter(1)) == [
@@ -452,4 +468,8 @@ def test_an_entry_that_does_not_stand_alone_is_found() -> None:
         ("It is.", 22),
         ("The same as `k`,", 25),
         ("which it is.", 27),
+        ("it is none.", 30),
+        ("on all ranks: there is none.", 31),
+        ("for another one.", 33),
+        ("naming it.", 36),
     ]

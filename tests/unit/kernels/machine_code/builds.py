@@ -205,7 +205,7 @@ def _tool(name: str) -> Path:
     """A tool of the wheel, as Triton finds them: `TRITON_CUOBJDUMP_PATH` names another.
 
     Raises:
-        RuntimeError: it is not there.
+        RuntimeError: the tool is not there.
     """
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     variable = f"TRITON_{name.upper()}_PATH"

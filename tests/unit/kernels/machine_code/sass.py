@@ -83,7 +83,7 @@ class Code:
         """Read what `nvdisasm -g -hex -c` prints.
 
         Raises:
-            ValueError: it has no such kernel.
+            ValueError: the listing has no such kernel.
         """
         self.kernel = kernel
         instructions, labels = _read(listing, kernel)
