@@ -11,7 +11,7 @@ from megamem.placement.sharing import LayerView
 from .config import BehindHeadsConfig
 
 
-def _costs(memory: BehindHeadsConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: BehindHeadsConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """Costs of no weights."""
     return LayerCosts()
 

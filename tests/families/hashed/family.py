@@ -11,9 +11,9 @@ from megamem.placement.sharing import LayerView
 from .config import HashedConfig
 
 
-def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
+def _costs(memory: HashedConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
     """The projection, D V."""
-    weights = width * memory.value_dim
+    weights = model.hidden_size * memory.value_dim
     return LayerCosts(projections=weights, projection_flops=2.0 * weights)
 
 
