@@ -55,6 +55,11 @@ class LookupShape:
     activation: Literal["none", "gelu"] = "none"
     learns_scores: bool = True
 
+    @classmethod
+    def apart(cls, rows: int) -> Self:
+        """Rows that no score sums (`megamem.layers.read_apart`)."""
+        return cls(rows, bins=rows, learns_scores=False)
+
 
 @dataclass(frozen=True)
 class LossWeights:

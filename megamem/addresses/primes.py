@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Miller-Rabin with these bases is exact below 3.3e24."""
 
@@ -29,6 +31,7 @@ def is_prime(number: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=64)
 def largest_prime(limit: int) -> int:
     """The largest prime up to `limit`, which is at least 2."""
     assert limit >= 2, f"there is no prime up to {limit}"

@@ -80,6 +80,11 @@ class LayerView:
     banks_before: int = 0
 
     @property
+    def bank_of_family(self) -> int:
+        """Number of the bank among those of its family."""
+        return self.bank - self.banks_before
+
+    @property
     def num_keys(self) -> int:
         """Keys per side of a square grid that addresses the window."""
         return math.isqrt(self.num_rows)

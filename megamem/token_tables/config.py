@@ -12,6 +12,7 @@ from pydantic import PositiveInt
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config_base import EffectiveWhen
 from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Scoring, Table
+from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span
 
@@ -96,6 +97,27 @@ class TokenTableConfig(MemoryConfig):
 
 
 @dataclass(frozen=True)
+class NarrowRowsConfig(TokenTableConfig):
+    """One row per address, of a table per layer, which a token reads side by side with those of its other addresses."""
+
+    @property
+    def slots_per_address(self) -> int:
+        return 1
+
+    @property
+    def memory_width(self) -> int:
+        """E = A V: columns of what a token reads."""
+        return self.rows_per_token * self.value_dim
+
+    @property
+    def lookup(self) -> LookupShape:
+        return LookupShape.apart(self.rows_per_token)
+
+    def plan(self, num_layers: int) -> SharingPlan:
+        return private_banks(self.num_rows, num_layers)
+
+
+@dataclass(frozen=True)
 class ValuesConfig(TokenTableConfig):
     """Rows of the token join attention's values."""
 
@@ -111,6 +133,30 @@ class ValuesConfig(TokenTableConfig):
     def handed_to_tokens(self) -> int:
         """Elements per token and key/value head that a tensor-parallel rank hands to those that have the tokens."""
         return 0
+
+
+@dataclass(frozen=True)
+class HeadValuesConfig(ValuesConfig):
+    """Vectors of all heads' columns are added to the values of attention's heads, behind gates of its input's first channels."""
+
+    gate_channels: PositiveInt = 12
+    """First columns of attention's input, of which gates are made."""
+
+    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
+        return value_columns
+
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
+        if backbone.latent_dim is not None:
+            raise ValueError(
+                f"model.memory.kind is {self.kind}, which adds to the values of attention's heads, but model.latent_attention "
+                "is set: leave it out, or use kind move or lave, which may have an address, too"
+            )
+        if self.gate_channels > backbone.hidden_size:
+            raise ValueError(
+                f"model.memory.gate_channels is {self.gate_channels}, but the stream has {backbone.hidden_size} columns: "
+                "set so many at the most"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from torch import Tensor
 
 from megamem.inputs import Inputs
@@ -52,9 +51,8 @@ class MixedValuesLayer(TokenTableLayer):
         input."""
         standard, gates = self.gates(hidden)
         rows = self.rows(inputs)
-        # This rank's share of the tokens, for all heads.
-        rank, size = (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
-        own = rows.chunk(size)[rank] if size > 1 else rows
+        # For all heads.
+        own = self.own(rows)
         if self.ranks_per_head > 1:
             from_rows = self.of_shared_head(self.lookup.read(own, gates.contiguous(), None)).view(values.shape)
         else:
@@ -62,10 +60,7 @@ class MixedValuesLayer(TokenTableLayer):
         self.observe(own, None, from_rows.flatten(0, 1).flatten(1))
         if standard is None:
             return values + from_rows
-        if self.ranks_per_head > 1:
-            standard = self.of_shared_head(standard)
-        elif size > 1:
-            standard = all_to_all_sp2hp(standard.contiguous(), self.tensor_group)
+        standard = self.heads_of(standard)
         parts = values.flatten(2).unflatten(2, (standard.shape[1], -1))
         return (standard.view(*parts.shape[:3], 1) * parts).view(values.shape) + from_rows
 

@@ -162,7 +162,7 @@ class EngramConfig(MemoryConfig):
 
     @property
     def lookup(self) -> LookupShape:
-        return LookupShape(self.num_heads, bins=self.num_heads, learns_scores=False)
+        return LookupShape.apart(self.num_heads)
 
     def plan(self, num_layers: int) -> SharingPlan:
         rows = [-(-sum(sizes) // self.rows_multiple) * self.rows_multiple for sizes in self.sizes(num_layers)]

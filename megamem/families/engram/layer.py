@@ -19,6 +19,7 @@ from megamem.addresses.window import window
 from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
+from megamem.layers.read_apart import read_apart
 from megamem.parameters import parameter_device
 from megamem.placement.spans import resolve_placement
 from megamem.width_config import Width
@@ -81,7 +82,7 @@ class EngramLayer(MemoryLayer):
     @property
     def _number(self) -> int:
         """Number of the layer, which has a bank of its own, among those of its family."""
-        return self.view.bank - self.view.banks_before
+        return self.view.bank_of_family
 
     @classmethod
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
@@ -128,11 +129,7 @@ class EngramLayer(MemoryLayer):
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """e [T, E] of `rows` [T, H]: each head's row, side by side."""
-        heads = self.memory.num_heads
-        bins = torch.arange(heads, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
-        ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
-        # The width in full: there may be no token to infer it from.
-        return self.lookup.read(rows, ones, None, bins, heads).view(len(rows), self.memory.memory_width)
+        return read_apart(self.lookup, rows, dtype).flatten(1)
 
     def mixed(self, hidden: Tensor, read: Tensor, rows: Tensor, inputs: Inputs) -> Tensor:
         """[t, b, D] of the residual stream [t, b, D] and what was read for it, [t, b, E]."""

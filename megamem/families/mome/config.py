@@ -9,11 +9,11 @@ from pydantic import PositiveInt
 
 from megamem.memory_config import Backbone, LookupShape
 from megamem.placement.sharing import SharingPlan, common_bank, private_banks
-from megamem.token_tables.config import ValuesConfig
+from megamem.token_tables.config import HeadValuesConfig
 
 
 @dataclass(frozen=True)
-class MomeConfig(ValuesConfig):
+class MomeConfig(HeadValuesConfig):
     """MoME: rows of a token as wide as a head, of which every key/value head adds the K that its router chooses."""
 
     follows_width: ClassVar[bool] = True
@@ -73,20 +73,12 @@ class MomeConfig(ValuesConfig):
             return common_bank(self.num_rows, num_layers, on_every_stage=True)
         return private_banks(self.num_rows, num_layers)
 
-    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
-        return value_columns
-
     @property
     def handed_to_tokens(self) -> int:
         return self.rows_per_token if self.router_input == "value" else 0
 
     def check(self, backbone: Backbone) -> None:
         super().check(backbone)
-        if backbone.latent_dim is not None:
-            raise ValueError(
-                f"model.memory.kind is {self.kind}, which adds to the values of attention's heads, but model.latent_attention "
-                "is set: leave it out, or use kind move or lave"
-            )
         if self.num_heads != backbone.query_groups:
             raise ValueError(
                 f"model.memory.num_heads is {self.num_heads}, but attention has {backbone.query_groups} key/value heads, each of "
@@ -96,9 +88,4 @@ class MomeConfig(ValuesConfig):
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but rows are added to heads of {backbone.head_dim} columns as "
                 f"they are: set model.memory.value_dim: {backbone.head_dim}"
-            )
-        if self.gate_channels > backbone.hidden_size:
-            raise ValueError(
-                f"model.memory.gate_channels is {self.gate_channels}, but the stream has {backbone.hidden_size} columns: "
-                "set so many at the most"
             )

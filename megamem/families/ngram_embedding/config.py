@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.memory_config import LookupShape
-from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import EMBEDDING, Slot
 from megamem.placement.spans import PlacementConfig
-from megamem.token_tables.config import TokenTableConfig
+from megamem.token_tables.config import NarrowRowsConfig
 
 _FIRST_BLOCK = PlacementConfig(blocks=(0,))
 
 
 @dataclass(frozen=True)
-class NgramEmbeddingConfig(TokenTableConfig):
+class NgramEmbeddingConfig(NarrowRowsConfig):
     """Rows of n-grams join the input embedding; `value_dim` is hidden_size over the number of addresses in the paper."""
 
     slot: ClassVar[Slot | None] = EMBEDDING
@@ -44,21 +42,5 @@ class NgramEmbeddingConfig(TokenTableConfig):
             )
 
     @property
-    def slots_per_address(self) -> int:
-        return 1
-
-    @property
-    def memory_width(self) -> int:
-        """E = A V: columns of what a token reads."""
-        return self.rows_per_token * self.value_dim
-
-    @property
-    def lookup(self) -> LookupShape:
-        return LookupShape(self.rows_per_token, bins=self.rows_per_token, learns_scores=False)
-
-    @property
     def exported(self) -> Mapping[str, str]:
         return {"amplification": self.amplification}
-
-    def plan(self, num_layers: int) -> SharingPlan:
-        return private_banks(self.num_rows, num_layers)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.inputs import Inputs
+from megamem.layers.read_apart import read_apart
 from megamem.token_tables.layer import TokenTableLayer
 from megamem.width_config import Width
 
@@ -47,11 +47,7 @@ class NgramEmbeddingLayer(TokenTableLayer):
 
     def _projected(self, inputs: Inputs, like: Tensor) -> Tensor:
         """sum_a W_a e_a [t, b, D] for the tokens of `inputs`, of the dtype of `like` [t, b, D]."""
-        rows, num_rows = self.rows(inputs), self.memory.rows_per_token
-        # A sum of its own for each row.
-        bins = torch.arange(num_rows, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
-        ones = torch.ones(*rows.shape, 1, dtype=like.dtype, device=rows.device)
-        read = self.lookup.read(rows, ones, None, bins, num_rows).view(len(rows), self.memory.memory_width)
-        out = F.linear(read, self.up_proj)
+        rows = self.rows(inputs)
+        out = F.linear(read_apart(self.lookup, rows, like.dtype).flatten(1), self.up_proj)
         self.observe(rows, None, out)
         return out.view_as(like)

@@ -34,7 +34,7 @@ class TideConfig(TokenTableConfig):
 
     @property
     def lookup(self) -> LookupShape:
-        return LookupShape(self.rows_per_token, bins=self.rows_per_token, learns_scores=False)
+        return LookupShape.apart(self.rows_per_token)
 
     @property
     def observed(self) -> ObservedQuantities:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megamem.bank import TableLookup
 from megamem.inputs import Inputs
+from megamem.layers.read_apart import read_apart
 from megamem.layers.shared_read import SharedRead
 from megamem.token_tables.layer import TokenTableLayer
 from megamem.token_tables.rows import rows_of_inputs
@@ -42,13 +43,7 @@ class TideRead(SharedRead):
 
 def read_normalised(lookup: TableLookup, rows: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm(E_k[w]) without a gain, [T, K, D] in at least fp32, for `rows` [T, K] of `dtype`."""
-    num_rows = rows.shape[1]
-    # A sum of its own for each row.
-    bins = torch.arange(num_rows, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
-    ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
-    read = lookup.read(rows, ones, None, bins, num_rows)
-    # The width in full: there may be no token to infer it from.
-    read = read.view(len(rows), num_rows, read.shape[1] // num_rows)
+    read = read_apart(lookup, rows, dtype)
     wide = read.to(torch.promote_types(read.dtype, torch.float32))
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 

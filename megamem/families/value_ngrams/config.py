@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.memory_config import Backbone, LookupShape
-from megamem.placement.sharing import SharingPlan, private_banks
-from megamem.token_tables.config import ValuesConfig
+from megamem.memory_config import Backbone
+from megamem.token_tables.config import HeadValuesConfig, NarrowRowsConfig
 
 
 @dataclass(frozen=True)
-class ValueNgramsConfig(ValuesConfig):
+class ValueNgramsConfig(NarrowRowsConfig, HeadValuesConfig):
     """Narrow rows of n-grams, a table per layer, whose addresses all layers share."""
 
     follows_width: ClassVar[bool] = True
@@ -29,49 +28,18 @@ class ValueNgramsConfig(ValuesConfig):
     into: Literal["all_heads", "one_head"] = "all_heads"
     """Values that get the memory. all_heads: those of all heads, through a projection; one_head: those of one key/value head, as
     it is: of head l modulo their number in memory layer l."""
-    gate_channels: PositiveInt = 12
-    """First columns of attention's input, of which the gate is made."""
     gate_bias: bool = False
     """Add a bias to the gate's logit."""
-
-    @property
-    def slots_per_address(self) -> int:
-        return 1
-
-    @property
-    def memory_width(self) -> int:
-        """E = A V: columns of what a token reads."""
-        return self.rows_per_token * self.value_dim
-
-    @property
-    def lookup(self) -> LookupShape:
-        return LookupShape(self.rows_per_token, bins=self.rows_per_token, learns_scores=False)
 
     @property
     def slot_names(self) -> tuple[str, ...]:
         return ("gate",)
 
-    def plan(self, num_layers: int) -> SharingPlan:
-        return private_banks(self.num_rows, num_layers)
-
-    def handed_to_heads(self, value_columns: int, *, follows_heads: bool) -> int:
-        return value_columns
-
     def check(self, backbone: Backbone) -> None:
         super().check(backbone)
-        if backbone.latent_dim is not None:
-            raise ValueError(
-                f"model.memory.kind is {self.kind}, which adds to the values of attention's heads, but model.latent_attention "
-                "is set: leave it out, or use kind move or lave with an address"
-            )
         if self.into == "one_head" and self.memory_width != backbone.head_dim:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, so that a token's {self.rows_per_token} rows have "
                 f"{self.memory_width} columns, but into: one_head adds them to a head's {backbone.head_dim} as they are: "
                 "change model.memory.value_dim or the addresses, or use into: all_heads"
-            )
-        if self.gate_channels > backbone.hidden_size:
-            raise ValueError(
-                f"model.memory.gate_channels is {self.gate_channels}, but the stream has {backbone.hidden_size} columns: "
-                "set so many at the most"
             )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.inputs import Inputs
+from megamem.layers.read_apart import read_apart
 from megamem.token_tables.layer import TokenTableLayer
 from megamem.width_config import Width
 
@@ -61,16 +62,11 @@ class ValueNgramsLayer(TokenTableLayer):
 
     def _added(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """[T, G d] of `rows` [T, A] and `hidden` [t, b, D]."""
-        num_rows = self.memory.rows_per_token
-        # A sum of its own for each row.
-        bins = torch.arange(num_rows, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
-        ones = torch.ones(*rows.shape, 1, dtype=hidden.dtype, device=rows.device)
-        read = self.lookup.read(rows, ones, None, bins, num_rows).view(len(rows), self.memory.memory_width)
-        gated = self.gates(hidden) * read
+        gated = self.gates(hidden) * read_apart(self.lookup, rows, hidden.dtype).flatten(1)
         if self.up_proj is not None:
             added = F.linear(gated, self.up_proj)
         else:
-            head = (self.view.bank - self.view.banks_before) % self.num_heads
+            head = self.view.bank_of_family % self.num_heads
             added = F.pad(gated, (head * self.head_dim, (self.num_heads - 1 - head) * self.head_dim))
         self.observe(rows, None, added)
         return added

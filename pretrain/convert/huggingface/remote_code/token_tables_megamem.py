@@ -51,6 +51,13 @@ def rows_of(addresses: Tensor, memory: dict[str, Any]) -> Tensor:
     return rows.transpose(0, 1).flatten(1).contiguous()
 
 
+def read_apart(addresses: Tensor, like: Tensor, memory: dict[str, Any], look_up: LookUp) -> Tensor:
+    """[b, s, A M, V] rows of addresses [A, b, s], each by itself, in the dtype and on the device of `like`."""
+    rows = rows_of(addresses.to(like.device), memory).view(-1, 1)
+    ones = torch.ones(len(rows), 1, 1, dtype=like.dtype, device=like.device)
+    return look_up(rows, ones, None, None).to(like.device).view(*addresses.shape[1:], memory["rows_per_token"], -1)
+
+
 def _tensor_rank(engine: Any) -> tuple[int, int] | None:
     """This tensor-parallel rank and how many there are, of an engine that runs; None: it does not."""
     if engine is None:
@@ -88,7 +95,18 @@ class MegamemMixedValues(nn.Module):
         return of_columns.view_as(values) * values + read.view_as(values)
 
 
-class MegamemValueNgrams(nn.Module):
+class MegamemHeadValues(nn.Module):
+    """Memory that adds to values of all heads, with weights of the names and shapes of the configuration's `layers`."""
+
+    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer = memory, layer
+        self.head_dim, self.num_heads = config.head_dim, config.num_key_value_heads
+        for name, shape in layer["weights"].items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+class MegamemValueNgrams(MegamemHeadValues):
     """v + W_up (g e), or g e added to one head's columns of v, with g = sigmoid(w x / C + b) of the first C columns of x, for the
     rows e of a token's addresses, side by side.
 
@@ -101,20 +119,11 @@ class MegamemValueNgrams(nn.Module):
     gate_bias: Tensor
     up_proj: Tensor
 
-    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
-        super().__init__()
-        self.memory, self.layer = memory, layer
-        self.head_dim, self.num_heads = config.head_dim, config.num_key_value_heads
-        for name, shape in layer["weights"].items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
     def forward(self, values: Tensor, x: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
         """See `MegamemMixedValues.forward`."""
         width = self.num_heads * self.head_dim
         kept = columns_here(values.shape[-1], width, self.layer["block"])
-        rows = rows_of(addresses.to(x.device), self.memory)
-        ones = torch.ones(rows.numel(), 1, 1, dtype=x.dtype, device=x.device)
-        read = look_up(rows.view(-1, 1), ones, None, None).to(x.device).view(*x.shape[:2], -1)
+        read = read_apart(addresses, x, self.memory, look_up).flatten(2)
         channels = self.gate.shape[1]
         logits = F.linear(x[..., :channels], self.gate) / channels
         if "gate_bias" in self.layer["weights"]:
@@ -128,7 +137,7 @@ class MegamemValueNgrams(nn.Module):
         return values + added.view_as(values)
 
 
-class MegamemChosenRows(nn.Module):
+class MegamemChosenRows(MegamemHeadValues):
     """v[h] + 2 sigmoid(w_h x) sum_i a_i E[w, i] over the K best of a token's rows by logits, for each key/value head h: a are the
     logits' sigmoids over their sum, or of K = 1 the softmax over all of them.
 
@@ -142,13 +151,6 @@ class MegamemChosenRows(nn.Module):
     router: Tensor
     router_of_values: Tensor
     router_bias: Tensor
-
-    def __init__(self, config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> None:
-        super().__init__()
-        self.memory, self.layer = memory, layer
-        self.head_dim, self.num_heads = config.head_dim, config.num_key_value_heads
-        for name, shape in layer["weights"].items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def forward(self, values: Tensor, x: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
         """See `MegamemMixedValues.forward`."""
@@ -208,10 +210,8 @@ class MegamemNgramEmbedding(nn.Module):
 
     def forward(self, hidden: Tensor, addresses: Tensor, look_up: LookUp) -> Tensor:
         """[b, s, D] of embeddings [b, s, D] and addresses [A, b, s]."""
-        rows = rows_of(addresses.to(hidden.device), self.memory)
-        ones = torch.ones(rows.numel(), 1, 1, dtype=hidden.dtype, device=hidden.device)
-        read = look_up(rows.view(-1, 1), ones, None, None).to(hidden.device).view(*hidden.shape[:2], -1)
-        mean = (hidden + F.linear(read, self.up_proj)) / (rows.shape[1] + 1)
+        read = read_apart(addresses, hidden, self.memory, look_up)
+        mean = (hidden + F.linear(read.flatten(2), self.up_proj)) / (read.shape[2] + 1)
         match self.memory["amplification"]:
             case "sqrt_width":
                 return mean * math.sqrt(hidden.shape[-1])
@@ -238,13 +238,7 @@ class MegamemSharedRead(nn.Module):
 
     def forward(self, addresses: Tensor, like: Tensor, look_up: LookUp) -> Tensor:
         """[b, s, A M, D] of addresses [A, b, s], in the dtype and on the device of `like`."""
-        rows = rows_of(addresses.to(like.device), self.memory).view(-1, 1)
-        ones = torch.ones(len(rows), 1, 1, dtype=like.dtype, device=like.device)
-        read = (
-            look_up(rows, ones, None, None)
-            .to(like.device)
-            .view(*addresses.shape[1:], self.memory["rows_per_token"], -1)
-        )
+        read = read_apart(addresses, like, self.memory, look_up)
         wide = read.to(torch.promote_types(read.dtype, torch.float32))
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (normal * self.gain if self.has_gain else normal).to(like.dtype)
