@@ -39,6 +39,7 @@ OTHERS = {
     "study bench context": "prints",
     "study bench generate": "prints",
     "study bench": "prints",
+    "study watch": "prints",
     "study bench tables": "wants gigabytes; removes what it has written",
 }
 """Commands left out here, with the reason; unit/test_lab_commands.py gives them a closed and a full standard output."""
