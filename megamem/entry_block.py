@@ -59,13 +59,16 @@ class EntryBlock(MemoryBlock):
         self,
         hidden_states: Tensor,
         *,
+        context: Tensor | None,
         context_mask: Tensor | None,
         inference_context: KeyValueCache | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """See `MemoryBlock.forward`."""
-        inputs = Inputs(context_mask, cache=inference_context)
+        inputs = Inputs(context_mask, read=context if self.plan.reads_once else None, cache=inference_context)
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
         hidden_states = self.entry(hidden_states, inputs)
-        return super().forward(hidden_states, context_mask=context_mask, inference_context=inference_context, **others)
+        return super().forward(
+            hidden_states, context=context, context_mask=context_mask, inference_context=inference_context, **others
+        )

@@ -316,6 +316,11 @@ class MemoryConfig(Config, ABC):
         return {}
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes of what a layer, or a chunk whose layers read together, holds on the device and never trains."""
+        return 0
+
+    @property
     def slot_names(self) -> tuple[str, ...]:
         """Names of the slots that every token weighs in every layer; none where rows are retrieved."""
         return ()

@@ -25,6 +25,16 @@ from megamem.memory_config import MemoryConfig
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}
 
 
+class OneRank:
+    """A group of one rank, for modules that ask."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
 def read_case(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a recorded case."""
     config: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["config"]

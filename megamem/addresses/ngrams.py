@@ -25,9 +25,12 @@ MISSING_ID = 0
 _PRIMES = (1000003, 998244353, 911382323, 805306457)
 _STRIDES = (2654435761, 40503, 40503, 40503)
 """By distance, numbers of the multipliers of "sum"."""
-_XOR = {2: (36313, 27191), 3: (58699, 39779, 26801)}
-"""By order, multipliers of "xor", the current id's first. No source shows those of trigrams' rows: these are of trigrams' signs
-(pull 360)."""
+_XOR = {2: (36313, 27191), 3: (36313, 27191, 51647)}
+"""By order, multipliers of "xor", the current id's first. The last one is ours: no source shows those of trigrams' rows."""
+_SIGNS = {2: (48271, 30011), 3: (58699, 39779, 26801)}
+"""By order, multipliers of hashed signs, the current id's first (modded-nanogpt, pull 360)."""
+_HIGHEST_ORDER = {"sum": 4, "xor": 3, "polynomial": 5}
+"""By rules, tokens of the longest n-gram that a source gives multipliers for; of polynomials, that was published."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class NgramAddressConfig(Config):
     of rows, whose last one is that of n-grams which a sequence's start cuts. polynomial: (sum_j c_j base^j) mod (num_rows + 2 q + 1)
     for the q-th hash of all, which has a range of rows of its own; ids that are not there are 0, as are those up to the last
     boundary_id before a token."""
-    max_order: Annotated[int, Ge(2), Le(4), Advice("n-grams have 2 to 4 tokens")] = 2
+    max_order: Annotated[int, Ge(2), Le(5), Advice("n-grams have 2 to 5 tokens")] = 2
     """N: tokens of the longest n-gram; there are those of every order from 2 on."""
     heads_per_order: Annotated[
         PositiveInt, EffectiveWhen(lambda c: c.rules != "xor", "rules are sum or polynomial")
@@ -75,19 +78,38 @@ class NgramAddressConfig(Config):
         MISSING_ID
     )
     """Token id that hides itself and all older ones from the tokens behind it: an end-of-document token."""
+    signs: Literal["none", "ids", "hashed"] = "none"
+    """Signs by which a row's columns are multiplied, a pattern of +1 and -1 that a second hash chooses: n-grams of one row then
+    differ. ids: (xor_j c_j) mod num_sign_patterns; hashed: (xor_j c_j m_j) mod num_sign_patterns, with multipliers of their own;
+    none: no signs. What a sequence's start cuts has pattern 0."""
+    num_sign_patterns: Annotated[PositiveInt, EffectiveWhen(lambda c: c.signs != "none", "signs are ids or hashed")] = (
+        8192
+    )
+    """Patterns of signs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rules == "xor" and self.max_order not in _XOR:
+        highest = _HIGHEST_ORDER[self.rules]
+        if self.max_order > highest:
             raise ValueError(
-                f"address.max_order is {self.max_order}, but rules xor have multipliers of bigrams and trigrams alone: set "
-                "max_order: 3, or use rules: sum"
+                f"model.memory.address.max_order is {self.max_order}, but rules {self.rules} have multipliers of up to {highest} tokens: set "
+                f"max_order: {highest}, or use rules: polynomial"
+            )
+        if self.signs == "hashed" and self.max_order not in _SIGNS:
+            raise ValueError(
+                f"model.memory.address.max_order is {self.max_order}, but signs hashed have multipliers of bigrams and trigrams alone: set "
+                "max_order: 3, or use signs: ids"
             )
 
     @property
     def num_addresses(self) -> int:
         """A = (N - 1) K: addresses of a token."""
         return (self.max_order - 1) * self.heads_per_order
+
+    @property
+    def num_integers(self) -> int:
+        """Integers that are made of every token: its addresses, and the patterns of signs of each."""
+        return self.num_addresses * (1 if self.signs == "none" else 2)
 
     @property
     def ids_before(self) -> int:
@@ -118,6 +140,23 @@ class NgramAddressConfig(Config):
         """Numbers of the hashes, address by address, those of an order together."""
         assert self.rules != "polynomial" or self.base is not None, "the base is left to a vocabulary that is not known"
         return _hashes(self.rules, self.max_order, self.heads_per_order, self.num_rows, self.base or 0)
+
+    @property
+    def sign_hashes(self) -> Hashes | None:
+        """Numbers of the hashes that choose patterns of signs, address by address; None: rows have no signs."""
+        if self.signs == "none":
+            return None
+        orders = self.hashes.orders
+        return Hashes(
+            operation="xor",
+            orders=orders,
+            multipliers=tuple(
+                _padded(_SIGNS[order] if self.signs == "hashed" else (1,) * order, self.max_order) for order in orders
+            ),
+            moduli=(self.num_sign_patterns,) * len(orders),
+            offsets=(0,) * len(orders),
+            missing=0,
+        )
 
 
 @lru_cache(maxsize=64)

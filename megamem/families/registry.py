@@ -15,6 +15,7 @@ from megamem.families.move.family import MOVE
 from megamem.families.ngram_embedding.family import NGRAM_EMBEDDING
 from megamem.families.peer.family import PEER
 from megamem.families.pkm.family import PKM
+from megamem.families.residual_ngrams.family import RESIDUAL_NGRAMS
 from megamem.families.stem.family import STEM
 from megamem.families.tide.family import TIDE
 from megamem.families.ultramem.family import ULTRAMEM
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family[Any]] = {
         STEM,
         MIDUS,
         ENGRAM,
+        RESIDUAL_NGRAMS,
         NGRAM_EMBEDDING,
     )
 }

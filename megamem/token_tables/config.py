@@ -40,6 +40,8 @@ class TokenTableConfig(MemoryConfig):
     """Their ids are the rows."""
     rows_are_known: ClassVar[bool] = True
     """By the tokens' ids."""
+    multiplies_by_signs: ClassVar[bool] = False
+    """True if a row's columns may have signs (`NgramAddressConfig.signs`)."""
 
     address: NgramAddressConfig | None = None
     """Addresses by hashes of the last tokens; null: the token's id is its one address."""
@@ -49,6 +51,14 @@ class TokenTableConfig(MemoryConfig):
     """Token ids that have rows; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""
     value_dim: PositiveInt = 128
     """V: columns of a row."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address is not None and self.address.signs != "none" and not self.multiplies_by_signs:
+            raise ValueError(
+                f"model.memory.address.signs is {self.address.signs}, but kind {self.kind} reads its rows as they are: use signs: "
+                "none, or a kind of n-grams (value_ngrams, residual_ngrams, ngram_embedding)"
+            )
 
     @property
     @abstractmethod
@@ -61,6 +71,12 @@ class TokenTableConfig(MemoryConfig):
         return self.slots_per_address * (1 if self.address is None else self.address.num_addresses)
 
     @property
+    def fixed_bytes(self) -> int:
+        if self.address is None or self.address.signs == "none":
+            return 0
+        return self.address.num_sign_patterns * self.value_dim
+
+    @property
     def ids_before(self) -> int:
         return 0 if self.address is None else self.address.ids_before
 
@@ -70,7 +86,7 @@ class TokenTableConfig(MemoryConfig):
         return {}
 
     def num_addresses(self, num_layers: int) -> int:
-        return 0 if self.address is None else self.address.num_addresses
+        return 0 if self.address is None else self.address.num_integers
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -99,6 +115,9 @@ class TokenTableConfig(MemoryConfig):
 @dataclass(frozen=True)
 class NarrowRowsConfig(TokenTableConfig):
     """One row per address, of a table per layer, which a token reads side by side with those of its other addresses."""
+
+    multiplies_by_signs: ClassVar[bool] = True
+    """Rows are read apart."""
 
     @property
     def slots_per_address(self) -> int:

@@ -72,9 +72,9 @@ class TokenTableLayer(MemoryLayer):
         heads: Tensor = all_to_all_sp2hp(own.contiguous(), self.tensor_group)
         return heads
 
-    def own(self, rows: Tensor) -> Tensor:
-        """Rows of this tensor-parallel rank's share of the tokens, of those of all [S, A M]."""
-        return rows if self.tensor_group is None else rows.chunk(self.tensor_group.size())[self.tensor_group.rank()]
+    def own(self, inputs: Inputs) -> Inputs:
+        """Inputs of this tensor-parallel rank's share of the tokens, of those of all."""
+        return inputs if self.tensor_group is None else inputs.share(self.tensor_group)
 
     def tokens_of(self, heads: Tensor) -> Tensor:
         """[T, all heads, columns] of this tensor-parallel rank's own tokens, for those of its heads [S, heads, columns]."""

@@ -52,7 +52,7 @@ class MixedValuesLayer(TokenTableLayer):
         standard, gates = self.gates(hidden)
         rows = self.rows(inputs)
         # For all heads.
-        own = self.own(rows)
+        own = self.rows(self.own(inputs))
         if self.ranks_per_head > 1:
             from_rows = self.of_shared_head(self.lookup.read(own, gates.contiguous(), None)).view(values.shape)
         else:

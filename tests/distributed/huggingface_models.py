@@ -20,6 +20,7 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -213,7 +214,10 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "value n-grams": replace(
         BASE,
-        memory=ValueNgramsConfig(address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60), value_dim=6),
+        memory=ValueNgramsConfig(
+            address=NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=60, signs="ids", num_sign_patterns=21),
+            value_dim=6,
+        ),
     ),
     "value n-grams in one head, documents apart": replace(
         BASE,
@@ -224,6 +228,17 @@ MODELS: dict[str, ModelConfig] = {
             gate_bias=True,
             gate_channels=5,
         ),
+    ),
+    "residual n-grams": replace(
+        BASE,
+        memory=ResidualNgramsConfig(
+            value_dim=HIDDEN // 2,
+            address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41, signs="hashed", num_sign_patterns=19),
+            placement=PlacementConfig(blocks=(1, 3)),
+        ),
+    ),
+    "residual n-grams without signs, documents apart": replace(
+        BASE, memory=ResidualNgramsConfig(value_dim=HIDDEN, address=NgramAddressConfig(max_order=3, num_rows=60))
     ),
     "mome": replace(
         BASE,

@@ -230,6 +230,43 @@ def _(base: Subject, second: Subject) -> None:
         assert float(layer.gates(torch.zeros(1, 1, 32))) == pytest.approx(wanted)
 
 
+@TOKEN_MEMORIES.key("model.memory.address.signs", "ids", VALUE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    """Patterns behind the addresses: of a text's start the first, then (60 xor 5) modulo 8192, for all heads of bigrams."""
+    assert [len(numbers) for numbers in addresses_of(base, [5, 60])] == [4, 4]
+    found = addresses_of(second, [5, 60])
+    assert [numbers[:4] for numbers in found] == addresses_of(base, [5, 60])
+    assert [numbers[4:] for numbers in found] == [[0] * 4, [60 ^ 5, 60 ^ 5, 0, 0]]
+    layer: Any = second.layer
+    rows = torch.tensor([[0, 1, 2, 3]] * 2)
+    inputs = layer.alone(Inputs(torch.tensor([[[5], [60]], [[0], [1]]])))
+    table = second.model.banks["0"].get_parameter("values")
+    with torch.no_grad():
+        table.fill_(3.0)
+        read = layer.read_signed(rows, inputs, torch.float32)
+        table.zero_()
+    assert read.shape == (2, 4, 2)
+    assert torch.equal(read[1, 0], 3.0 * layer.patterns[60 ^ 5])
+    assert torch.equal(read[1, 2], 3.0 * layer.patterns[0])
+
+
+@TOKEN_MEMORIES.key("model.memory.address.signs", "hashed", VALUE_NGRAMS)
+def _(base: Subject, second: Subject) -> None:
+    found = addresses_of(second, [5, 6, 60])[2][4:]
+    assert found == [(48271 * 60 ^ 30011 * 6) % 8192] * 2 + [(58699 * 60 ^ 39779 * 6 ^ 26801 * 5) % 8192] * 2
+
+
+SIGNED = with_kind("value_ngrams", value_dim=2, address=NgramAddressConfig(num_rows=100, signs="ids"))
+
+
+@TOKEN_MEMORIES.key("model.memory.address.num_sign_patterns", 7, SIGNED)
+def _(base: Subject, second: Subject) -> None:
+    for subject, num_patterns in ((base, 8192), (second, 7)):
+        layer: Any = subject.layer
+        assert layer.patterns.shape == (num_patterns, 2)
+        assert addresses_of(subject, [5, 60])[1][1] == (60 ^ 5) % num_patterns
+
+
 EMBEDDED = with_kind(
     "ngram_embedding", value_dim=4, address=NgramAddressConfig(rules="polynomial", num_rows=100, heads_per_order=2)
 )

@@ -100,6 +100,7 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"address": NgramAddressConfig(max_order=3, num_rows=20), "vocab_size": None},
     {"address": NgramAddressConfig(rules="polynomial", num_rows=20), "vocab_size": None},
     {"address": NgramAddressConfig(max_order=3, heads_per_order=2, num_rows=20), "vocab_size": None, "value_dim": 1},
+    {"address": NgramAddressConfig(num_rows=20, signs="ids", num_sign_patterns=9), "vocab_size": None},
     {"address": None, "vocab_size": VOCAB_SIZE + 3},
 )
 UNREAD = {

@@ -26,7 +26,7 @@ BY_TOKENS = ["move over latents", "tide", "stem", "mome"]
 TWO = "v2 with one stream and lave, beside experts"
 SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS]
 NAN, NOBODYS = float("nan"), torch.tensor([-1])
-BY_NGRAMS = ["engram", "engram and move", "ple"]
+BY_NGRAMS = ["engram", "engram and move", "ple", "residual n-grams"]
 NAMES = [*SERVED, *MIXED_VALUES, *BY_NGRAMS, STREAM_AND_HEADS]
 
 

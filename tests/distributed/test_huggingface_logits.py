@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers", reason="exported models are l
 
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
-BY_TOKENS = ["move over latents", "tide", "stem", "mome"]
+BY_TOKENS = ["move over latents", "tide", "stem", "mome", "residual n-grams"]
 TWO = "v2 with one stream and lave, beside experts"
 SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", TWO, *GROWN, *BY_TOKENS]
 TRAINED = [

@@ -224,6 +224,7 @@ TEXTS = (
     "tide",
     "stem",
     "mome by n-grams, routed by values",
+    "residual n-grams",
     "engram",
     "engram beside learned keys",
     "lave in blocks of learned keys",

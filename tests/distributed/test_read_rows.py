@@ -47,6 +47,7 @@ MODELS: dict[str, ModelConfig] = {
             "engram, ple",
             "move by n-grams",
             "ngram embedding",
+            "residual n-grams",
             "mome",
             "mome by n-grams, routed by values",
         )
@@ -87,7 +88,15 @@ TRIED: dict[str, tuple[str, ...]] = {
     # Token memories have a copy of their bank on every stage.
     "pipeline 2 x virtual 2 x memory 2": ("private", "move", "tide"),
     "context 2 x memory 2": ("move", "stem", "engram", "two families", "move by n-grams", "mome"),
-    "pipeline 2": ("tide", "move", "move, unevenly", "lave", "stem", "mome by n-grams, routed by values"),
+    "pipeline 2": (
+        "tide",
+        "residual n-grams",
+        "move",
+        "move, unevenly",
+        "lave",
+        "stem",
+        "mome by n-grams, routed by values",
+    ),
 }
 
 

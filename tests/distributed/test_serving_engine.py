@@ -33,6 +33,7 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -104,6 +105,13 @@ MODELS: dict[str, ModelConfig] = {
             value_dim=SERVED.attention_head_dim // 2,
             into="one_head",
             gate_bias=True,
+        ),
+    ),
+    "residual n-grams": replace(
+        SERVED,
+        memory=ResidualNgramsConfig(
+            value_dim=SERVED.hidden_size // 2,
+            address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41, signs="hashed"),
         ),
     ),
     "mome": replace(

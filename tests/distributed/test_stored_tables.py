@@ -44,7 +44,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "one rank": (
         1,
         {"micro_batch_size": 4},
-        ("engram", "engram, ple", "two families", "move", "tide", "stem", "move by n-grams", "ngram embedding", "mome"),
+        (
+            "engram",
+            "engram, ple",
+            "two families",
+            "move",
+            "tide",
+            "stem",
+            "move by n-grams",
+            "ngram embedding",
+            "residual n-grams",
+            "mome",
+        ),
     ),
     "one rank, two microbatches, recomputed": (
         1,
@@ -76,7 +87,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor 2 x pipeline 2": (
         4,
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 2},
-        ("engram", "move, unevenly", "tide", "mome by n-grams, routed by values"),
+        ("engram", "move, unevenly", "tide", "residual n-grams", "mome by n-grams, routed by values"),
     ),
     # One stage has n-grams, which lie in files, and the other learned keys.
     "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),
@@ -331,7 +342,7 @@ def test_a_table_larger_than_memory_trains_as_one_that_fits(run_ranks: Any, tmp_
             {"model": MODELS["shared"]},
             (
                 "model.memory.kind is ultramem_v2",
-                "as those of move, lave, value_ngrams, mome, tide, stem, engram, ngram_embedding are",
+                "as those of move, lave, value_ngrams, mome, tide, stem, engram, residual_ngrams, ngram_embedding are",
             ),
         ),
         ({"checkpoint": CheckpointConfig(asynchronous=True)}, ("checkpoint.asynchronous: false",)),

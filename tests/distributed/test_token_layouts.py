@@ -19,6 +19,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
@@ -65,7 +66,10 @@ KINDS: dict[str, MemoryConfig | None] = {
         placement=PlacementConfig(every=2),
     ),
     "value n-grams, one head of two, documents apart": ValueNgramsConfig(
-        value_dim=4, into="one_head", gate_bias=True, address=NgramAddressConfig(heads_per_order=2, num_rows=60)
+        value_dim=4,
+        into="one_head",
+        gate_bias=True,
+        address=NgramAddressConfig(heads_per_order=2, num_rows=60, signs="ids", num_sign_patterns=21),
     ),
     "value n-grams, one key/value head": ValueNgramsConfig(
         value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)
@@ -74,6 +78,13 @@ KINDS: dict[str, MemoryConfig | None] = {
         value_dim=8,
         amplification="layer_norm",
         address=NgramAddressConfig(rules="polynomial", max_order=3, heads_per_order=2, num_rows=40, boundary_id=8),
+    ),
+    "residual n-grams": ResidualNgramsConfig(
+        value_dim=HIDDEN // 2,
+        address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41, signs="hashed", num_sign_patterns=19),
+    ),
+    "residual n-grams without signs, every second block": ResidualNgramsConfig(
+        value_dim=HIDDEN, address=NgramAddressConfig(max_order=3, num_rows=60), placement=PlacementConfig(every=2)
     ),
     "mome": MomeConfig(vocab_size=VOCAB_SIZE, num_slots=5, active_slots=3, one_table=True, **OF_HEADS),
     "mome by n-grams, routed by values": MomeConfig(
@@ -154,6 +165,7 @@ EVERYWHERE = (
     "move by n-grams",
     "value n-grams",
     "ngram embedding",
+    "residual n-grams",
     "mome",
 )
 BY_ROW = ("tide", "latents, move")
@@ -161,6 +173,7 @@ BY_ROW = ("tide", "latents, move")
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (
         *EVERYWHERE,
+        "residual n-grams without signs, every second block",
         "mome by n-grams, routed by values",
         "tide, no gain, every second block",
         "lave in blocks of learned keys",
@@ -210,6 +223,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
+        "residual n-grams",
         "ngram embedding",
         "stem by n-grams",
         "value n-grams",

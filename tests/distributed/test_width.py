@@ -32,6 +32,7 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import FAMILIES
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -59,6 +60,7 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
         value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)
     ),
     "value_ngrams": lambda width: ValueNgramsConfig(value_dim=8, address=NgramAddressConfig(max_order=3, num_rows=60)),
+    "residual_ngrams": lambda width: ResidualNgramsConfig(value_dim=width, address=NgramAddressConfig(num_rows=60)),
     "stem": lambda width: StemConfig(value_dim=2 * width),
     "mome": lambda width: MomeConfig(num_heads=width // 8, value_dim=8),
     "engram": lambda width: EngramConfig(

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -158,6 +160,16 @@ CHOSEN_ROWS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
+# Rows with signs, which all blocks of a chunk add.
+SUMMED_ROWS = replace(
+    READ_TOGETHER,
+    model=replace(
+        SPLIT.model,
+        memory=ResidualNgramsConfig(
+            value_dim=192, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=4096, signs="hashed")
+        ),
+    ),
+)
 # Hidden states look back across the cuts of both axes, which no other model's do.
 LOOKING_BACK = replace(
     SPLIT,
@@ -240,6 +252,7 @@ CONFIGS = {
     "skipping": SKIPPING,
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
+    "summed rows": SUMMED_ROWS,
     "up-projections": UP_PROJECTIONS,
     "up-projections, recomputed": replace(UP_PROJECTIONS, train=SPLIT.train),
     "chosen rows": CHOSEN_ROWS,

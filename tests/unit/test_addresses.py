@@ -16,6 +16,7 @@ from torch import Tensor
 from megamem.addresses.hashed import HashedNgrams
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.addresses.primes import is_prime, largest_prime
+from megamem.addresses.signs import sign_patterns
 from megamem.halo import UNCUT
 
 CPU = torch.device("cpu")
@@ -27,10 +28,17 @@ PUBLISHED = {
     "longcat_flash_lite": NgramAddressConfig(
         rules="polynomial", max_order=4, heads_per_order=4, num_rows=78 * 131072, base=131072, boundary_id=2
     ),
+    "longcat_2": NgramAddressConfig(
+        rules="polynomial", max_order=5, heads_per_order=4, num_rows=16476897, base=163840, boundary_id=2
+    ),
     "mome_bigrams": NgramAddressConfig(rules="xor", num_rows=196_608),
 }
-# Signs are no rows, and n-grams of five tokens are longer than any here.
-ELSEWHERE = {"nanogpt_299_signs", "nanogpt_360_signs2", "nanogpt_360_signs3", "longcat_2"}
+SIGNS = {
+    "nanogpt_299_signs": (NgramAddressConfig(rules="xor", signs="ids"), 0),
+    "nanogpt_360_signs2": (NgramAddressConfig(rules="xor", max_order=3, signs="hashed"), 0),
+    "nanogpt_360_signs3": (NgramAddressConfig(rules="xor", max_order=3, signs="hashed"), 1),
+}
+"""Patterns of signs, and the order that they are of, from bigrams on."""
 
 
 def positions_in(documents: Tensor) -> Tensor:
@@ -66,7 +74,33 @@ def test_addresses_are_those_of_public_codes(golden_dir: Path, name: str, docume
 
 def test_every_recorded_rule_is_tested(golden_dir: Path) -> None:
     recorded = json.loads((golden_dir / "ngram" / "published_addresses.json").read_text(encoding="utf-8"))["rules"]
-    assert set(recorded) == {*PUBLISHED, *ELSEWHERE}
+    assert set(recorded) == {*PUBLISHED, *SIGNS}
+
+
+@pytest.mark.parametrize("documents", ["crossed", "isolated"])
+@pytest.mark.parametrize("name", SIGNS)
+def test_signs_are_chosen_as_in_public_codes(golden_dir: Path, name: str, documents: str) -> None:
+    tensors = load_file(golden_dir / "ngram" / "published_addresses.safetensors")
+    ids, wanted = tensors[f"{name}.tokens"], tensors[f"{name}.{documents}"]
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    if documents == "isolated":
+        places = positions_in(tensors[f"{name}.documents"])
+    config, order = SIGNS[name]
+    found = addresses_of(config, ids, places)[..., config.num_addresses + order]
+    assert torch.equal(found, wanted.view_as(found))
+
+
+@pytest.mark.parametrize(("num_patterns", "width"), [(1, 1), (16, 7), (300, 64)])
+def test_signs_are_even_and_patterns_differ(num_patterns: int, width: int) -> None:
+    patterns = sign_patterns(num_patterns, width, CPU)
+    assert patterns.shape == (num_patterns, width)
+    assert patterns.dtype == torch.int8
+    assert bool((patterns.abs() == 1).all())
+    # As many as coins fall within five deviations.
+    assert abs(int(patterns.sum())) <= 5 * (num_patterns * width) ** 0.5
+    assert len({tuple(row) for row in patterns.tolist()}) == (
+        num_patterns if width > 30 else len(patterns.unique(dim=0))
+    )
 
 
 def test_rows_are_as_many_as_are_recorded(golden_dir: Path) -> None:
@@ -105,7 +139,7 @@ def test_orders_of_xor_have_rows_of_their_own(ids: list[int]) -> None:
         c0, c1, c2 = (ids[place - lag] if place >= lag else None for lag in range(3))
         assert c0 is not None
         assert pair == (100 if c1 is None else (36313 * c0 ^ 27191 * c1) % 100)
-        assert triple == 101 + (100 if c1 is None or c2 is None else (58699 * c0 ^ 39779 * c1 ^ 26801 * c2) % 100)
+        assert triple == 101 + (100 if c1 is None or c2 is None else (36313 * c0 ^ 27191 * c1 ^ 51647 * c2) % 100)
     assert config.num_hashed_rows == 202
 
 
@@ -128,8 +162,10 @@ def test_largest_prime(limit: int, prime: int) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rules": "xor", "max_order": 4}, "multipliers of bigrams and trigrams alone: set max_order: 3"),
-        ({"max_order": 5}, "n-grams have 2 to 4 tokens"),
+        ({"rules": "xor", "max_order": 4}, "rules xor have multipliers of up to 3 tokens: set max_order: 3"),
+        ({"max_order": 5}, "rules sum have multipliers of up to 4 tokens: set max_order: 4"),
+        ({"max_order": 6}, "n-grams have 2 to 5 tokens"),
+        ({"max_order": 4, "signs": "hashed"}, "signs hashed have multipliers of bigrams and trigrams alone"),
         ({"num_rows": 2}, "num_rows is 2"),
     ],
 )

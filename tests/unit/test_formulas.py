@@ -23,6 +23,7 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -115,6 +116,18 @@ MODELS = {
     ),
     "ngram embedding": replace(
         DENSE, memory=NgramEmbeddingConfig(value_dim=8, address=NgramAddressConfig(rules="polynomial", num_rows=40))
+    ),
+    "residual n-grams": replace(
+        DENSE,
+        memory=ResidualNgramsConfig(
+            value_dim=20, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=20, signs="ids")
+        ),
+    ),
+    "residual n-grams without signs, every second block": replace(
+        DENSE,
+        memory=ResidualNgramsConfig(
+            value_dim=32, address=NgramAddressConfig(num_rows=20), placement=PlacementConfig(every=2)
+        ),
     ),
     "value n-grams": replace(
         DENSE, memory=ValueNgramsConfig(value_dim=5, address=NgramAddressConfig(max_order=3, num_rows=31))

@@ -30,6 +30,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.parameters import Copy
 from tests.golden import (
     TOLERANCE,
+    OneRank,
     attend,
     build_memory,
     check,
@@ -55,16 +56,6 @@ MIXED = (
 TIDE = ("tide_K1_gain", "tide_K2_gain", "tide_K2_nogain", "tide_K4_nogain", "tide_K4_null_soft")
 # Latents are in tests/distributed/test_latent_attention.py, decompositions in `test_table_forms.py`; the numbers are of analyses.
 ELSEWHERE = ("mla_lave_ungated", "mla_move_keys_mixed", "tide_numbers", "tide_svd")
-
-
-class OneRank:
-    """A group of one rank, for modules that ask."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 @dataclass

@@ -8,6 +8,7 @@ Legend: b sequences, s tokens, D hidden size, F inner width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,12 @@ from torch import Tensor
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.bank import Bank
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
+from megamem.families.residual_ngrams.layer import SummedRows
 from megamem.families.stem.config import StemConfig
 from megamem.inputs import Inputs, pack
-from tests.golden import TOLERANCE, build_memory, check, megatron, read_case
+from megamem.parameters import Copy
+from tests.golden import TOLERANCE, OneRank, build_memory, check, megatron, read_case, recorded_weights
 
 Kernels = Literal["auto", "naive"]
 Outcome = tuple[Tensor, Callable[[], dict[str, Tensor]]]
@@ -103,7 +107,70 @@ def gradient(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-CASES = {"stem_ffn": stem, "longcat_embedding": longcat}
+def residual(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, kernels: Kernels) -> Outcome:
+    """Blocks stand for F_i; the weights of the stream itself are the backbone's, and no part of a memory."""
+    recorded, signs = config["addresses"], config.get("signs")
+    address = NgramAddressConfig(
+        rules="xor",
+        max_order=1 + len(recorded),
+        num_rows=recorded[0]["rows"],
+        signs="none" if signs is None else "ids" if signs[0]["multipliers"] == [1, 1] else "hashed",
+        num_sign_patterns=8192 if signs is None else signs[0]["modulus"],
+    )
+    memory = ResidualNgramsConfig(value_dim=config["rows_width"], address=address)
+    of_megatron = megatron({"d": config["width"], "H": 1}, dtype)
+    layers, banks = build_memory(memory, of_megatron, config["layers"], kernels)
+    group: Any = OneRank()
+    together = SummedRows(of_megatron, memory, banks[0], copy=Copy(), tensor_group=group, data_group=group)
+    leaves = recorded_weights(tensors, dtype)
+    if signs is not None:
+        # Published ones are drawn by a library.
+        together.patterns = leaves.pop("sign_table").detach().to(torch.int8)
+    with torch.no_grad():
+        table_of(banks, 0).copy_(leaves["table"])
+        for layer, weight in zip(layers, leaves["lambda_rows"], strict=True):
+            layer.gain.copy_(weight)
+    ids = tensors["in.tokens"]
+    inputs = layers[0].alone(Inputs(pack(ids, torch.arange(ids.shape[1]).expand_as(ids))))
+    inputs = replace(inputs, read=together(inputs))
+    if dtype == torch.float64:
+        assert torch.equal(inputs.shared.transpose(0, 1), tensors["mid.b"])
+
+    def normal(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["eps"])
+
+    def block(x: Tensor, index: int) -> Tensor:
+        return F.silu(normal(x) @ leaves["A"][index]) @ leaves["B"][index]
+
+    start = normal(F.embedding(ids.T, leaves["embedding"]))
+    if config["added"] == "before every block":
+        x = start
+        for index, layer in enumerate(layers):
+            x = leaves["lambda_residual"][index] * x + leaves["lambda_start"][index] * start + layer(x, inputs)
+            x = x + block(x, index)
+    else:
+        x = start + layers[0](start, inputs)
+        for index, layer in enumerate(layers):
+            joined = leaves["lambda_residual"][index] * x + leaves["lambda_out"][index] * block(x, index)
+            x = joined + layer(x, inputs) if index else joined
+
+    def gradients() -> dict[str, Tensor]:
+        return {
+            **{name: gradient(leaf) for name, leaf in leaves.items() if name not in ("table", "lambda_rows")},
+            "table": gradient(table_of(banks, 0)),
+            "lambda_rows": torch.cat([gradient(layer.gain) for layer in layers]),
+        }
+
+    return x.transpose(0, 1), gradients
+
+
+CASES = {
+    "stem_ffn": stem,
+    "longcat_embedding": longcat,
+    "residual_bigrams_lambda": residual,
+    "sign_bigrams": residual,
+    "sign_bigrams_trigrams": residual,
+}
 """By the case's name, what computes it with the product's layers."""
 # Families that are not here.
 ELSEWHERE = {
@@ -111,10 +178,7 @@ ELSEWHERE = {
     "mome_tokens",
     "move_bigrams",
     "published_addresses",
-    "residual_bigrams_lambda",
     "row_wise_updates",
-    "sign_bigrams",
-    "sign_bigrams_trigrams",
     "value_ngrams_documents_isolated",
     "value_ngrams_gated",
     "value_ngrams_one_head",

@@ -146,6 +146,10 @@ class EngramConfig(MemoryConfig):
         return {"token_map": "token_map"} if self.token_map is not None else {}
 
     @property
+    def fixed_bytes(self) -> int:
+        return 8 * (self.vocab_size or 0) if self.token_map is not None else 0
+
+    @property
     def num_hashed_ids(self) -> int:
         """U: ids that multipliers must not overflow with."""
         num_ids = self.compressed_vocab_size or self.vocab_size

@@ -70,7 +70,7 @@ class MomeLayer(TokenTableLayer):
 
     def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """V_S [s, b, g, d] of attention's values [s, b, g, d] and its input `hidden` [t, b, D]."""
-        added = self._added(self.own(self.rows(inputs)), values, hidden)
+        added = self._added(self.rows(self.own(inputs)), values, hidden)
         return values + self.heads_of(added).view(values.shape)
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.inputs import Inputs
-from megamem.layers.read_apart import read_apart
-from megamem.token_tables.layer import TokenTableLayer
+from megamem.token_tables.signed_rows import SignedRowsLayer
 from megamem.width_config import Width
 
 from .config import NgramEmbeddingConfig
 
 
-class NgramEmbeddingLayer(TokenTableLayer):
+class NgramEmbeddingLayer(SignedRowsLayer):
     """(E_0[w] + sum_a W_a e_a) / (A + 1) for the input embedding E_0[w] of a token and the rows e_a of its addresses (LongCat,
     arXiv 2601.21204), amplified.
     """
@@ -48,6 +47,6 @@ class NgramEmbeddingLayer(TokenTableLayer):
     def _projected(self, inputs: Inputs, like: Tensor) -> Tensor:
         """sum_a W_a e_a [t, b, D] for the tokens of `inputs`, of the dtype of `like` [t, b, D]."""
         rows = self.rows(inputs)
-        out = F.linear(read_apart(self.lookup, rows, like.dtype).flatten(1), self.up_proj)
+        out = F.linear(self.read_signed(rows, inputs, like.dtype).flatten(1), self.up_proj)
         self.observe(rows, None, out)
         return out.view_as(like)

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.inputs import Inputs
-from megamem.layers.read_apart import read_apart
-from megamem.token_tables.layer import TokenTableLayer
+from megamem.token_tables.signed_rows import SignedRowsLayer
 from megamem.width_config import Width
 
 from .config import ValueNgramsConfig
 
 
-class ValueNgramsLayer(TokenTableLayer):
+class ValueNgramsLayer(SignedRowsLayer):
     """V_S = V + W_up (g e), or V_S[h] = V[h] + g e for one head h, with the gate g = sigmoid(<w, x[:C]> / C + b) of
     attention's input x and the rows e of the token's n-grams, side by side.
 
@@ -49,20 +48,21 @@ class ValueNgramsLayer(TokenTableLayer):
 
     def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """V_S [s, b, g, d] of attention's values [s, b, g, d] and its input `hidden` [t, b, D]."""
-        added = self._added(self.own(self.rows(inputs)), hidden)
+        added = self._added(self.own(inputs), hidden)
         return values + self.heads_of(added).view(values.shape)
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`: what is added to the values, [T, G d]."""
-        return self._added(self.rows(self.alone(inputs)), hidden)
+        return self._added(self.alone(inputs), hidden)
 
     def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
         """See `MemoryLayer.slot_weights`: the gate."""
         return self.gates(hidden).float()
 
-    def _added(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """[T, G d] of `rows` [T, A] and `hidden` [t, b, D]."""
-        gated = self.gates(hidden) * read_apart(self.lookup, rows, hidden.dtype).flatten(1)
+    def _added(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """[T, G d] of `inputs` and `hidden` [t, b, D], of the same tokens."""
+        rows = self.rows(inputs)
+        gated = self.gates(hidden) * self.read_signed(rows, inputs, hidden.dtype).flatten(1)
         if self.up_proj is not None:
             added = F.linear(gated, self.up_proj)
         else:

@@ -73,7 +73,7 @@ _WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
     # Those of `remote_code/token_tables_megamem.py`.
     Scoring.TOKENS: (
         set(),
-        {"gate_proj", "router", "router_of_values", "router_bias", "gate", "gate_bias", "up_proj", "down_proj"},
+        {"gate_proj", "router", "router_of_values", "router_bias", "gate", "gate_bias", "up_proj", "down_proj", "gain"},
     ),
 }
 
@@ -265,6 +265,7 @@ def _address_settings(address: NgramAddressConfig) -> dict[str, Any]:
         "missing_id": MISSING_ID,
         "cut_at_boundary": address.cuts_at_boundary,
         **asdict(address.hashes),
+        "signs": None if address.sign_hashes is None else asdict(address.sign_hashes),
     }
 
 

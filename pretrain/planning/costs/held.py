@@ -70,8 +70,9 @@ def state_bytes(config: RunConfig, stage: Stage, division: Division) -> dict[Mem
             on_device += stage.trained_elements(family.memory) * table_state(config, family.memory) / owners
     experts = stage.trained.experts / layout.memory
     table_gradients = (tables_trained - experts) * held_table_gradient_bytes(config.optimizer)
+    fixed = sum(len(family.lookups) * family.memory.fixed_bytes for family in stage.families)
     return {
-        MemoryPart.WEIGHTS: dense * element,
+        MemoryPart.WEIGHTS: dense * element + fixed,
         MemoryPart.TABLES: tables * element,
         MemoryPart.GRADIENTS: dense_trained * GRADIENT_BYTES,
         MemoryPart.TABLE_GRADIENTS: experts * GRADIENT_BYTES + table_gradients,

@@ -295,6 +295,8 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         still = [p for p in chunk.parameters() if not p.requires_grad or row_gradient_of(p) is not None]
         recorder.assign([p for p in still if p in tables - in_files], MemoryPart.TABLES)
         recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
+        # Constants of modules (`MemoryConfig.fixed_bytes`).
+        recorder.assign(unwrap(chunk).buffers(), MemoryPart.WEIGHTS)
     dense, *split = optimizer.chained_optimizers
     for part, of_domain in (
         (MemoryPart.OPTIMIZER, dense),

@@ -14,6 +14,7 @@ from megamem.families.lave.config import LaveConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
@@ -52,6 +53,11 @@ VALUES: Any = {"value_dim": 16, "num_gate_heads": 2}
         (MomeConfig(num_heads=4, value_dim=8), {}, "num_heads is 4, but attention has 2 key/value heads"),
         (MomeConfig(num_heads=2, value_dim=16), {}, "value_dim is 16, but rows are added to heads of 8 columns"),
         (
+            ResidualNgramsConfig(value_dim=33),
+            {},
+            "value_dim is 33, but rows are added to the first columns of a residual",
+        ),
+        (
             MoveConfig(address=BIGRAMS, **VALUES),
             {"second_memory": EngramConfig(placement=PlacementConfig(blocks=(1,)))},
             "both are addressed by n-grams, of which a model has those of one family",
@@ -67,6 +73,14 @@ def test_an_embedding_has_no_other_place() -> None:
     assert NgramEmbeddingConfig().placement.blocks == (0,)
     with pytest.raises(ValueError, match="joins the input embedding, before block 0"):
         NgramEmbeddingConfig(placement=PlacementConfig(blocks=(1,)))
+
+
+@pytest.mark.parametrize("config", [MoveConfig, LaveConfig, MomeConfig])
+def test_rows_that_are_read_as_they_are_have_no_signs(config: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"address\.signs is ids, but kind \w+ reads its rows as they are: use signs: none"
+    ):
+        config(address=replace(BIGRAMS, signs="ids"))
 
 
 def test_ids_beside_n_grams_are_a_model_of_two_families() -> None:

@@ -74,7 +74,7 @@ def test_a_kind_that_there_is_not(tmp_path: Path) -> None:
         load_config(path)
     assert str(caught.value) == (
         f"{path}:2: model.memory.kind is 'memory+' (text), expected one of ultramem_v2, ultramem, pkm, memory_plus, peer, "
-        "linear_memory, move, lave, value_ngrams, mome, tide, stem, midus, engram, ngram_embedding: did you mean memory_plus?"
+        "linear_memory, move, lave, value_ngrams, mome, tide, stem, midus, engram, residual_ngrams, ngram_embedding: did you mean memory_plus?"
     )
 
 
@@ -107,7 +107,7 @@ def test_the_help_names_the_kinds_of_a_key() -> None:
     docs = {doc.key: doc for doc in describe_fields(RunConfig)}
     kinds = (
         "ultramem_v2 | ultramem | pkm | memory_plus | peer | linear_memory | move | lave | value_ngrams | mome | tide | stem | midus | "
-        "engram | ngram_embedding"
+        "engram | residual_ngrams | ngram_embedding"
     )
     assert docs["model.memory.kind"].type == kinds
     assert docs["model.memory.kind"].default == "ultramem_v2"

@@ -136,6 +136,7 @@ LIMITS = [
     *at_most(128, "model.memory.gate_channels", **VALUE_NGRAMS),
     *at_least(2, "model.memory.address.max_order", **VALUE_NGRAMS),
     *at_most(4, "model.memory.address.max_order", **VALUE_NGRAMS),
+    *at_least(1, "model.memory.address.num_sign_patterns", model__memory__address__signs="ids", **VALUE_NGRAMS),
     *at_least(3, "model.memory.address.num_rows", **VALUE_NGRAMS),
     *at_least(1, "model.memory.address.base", **POLYNOMIAL),
     *at_least(0, "model.memory.address.boundary_id", **POLYNOMIAL),

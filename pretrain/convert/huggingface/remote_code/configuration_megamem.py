@@ -42,12 +42,13 @@ class MegamemConfig(PreTrainedConfig):
             of each head.
             Where `scoring` is "tokens", a token reads `rows_per_token` rows, `slots_per_address` of its id or, with an
             `address`, of each hash of its n-grams (`operation`; `orders`, `multipliers`, `moduli` and `offsets` by hash;
-            `missing`, what a text's start cuts is in place of a hash, or None): `slot` is "values" or "latents" (joining those of
-            attention: mixed by gates for `num_gate_heads` equal parts, or side by side, through `gate` and `up_proj`, or as
-            `router` and `gate` of each head choose), "instead" (the row stands for the feed-forward's up-projection), "embedding"
+            `missing`, what a text's start cuts is in place of a hash, or None; `signs`, None or hashes of the same form, which
+            choose patterns of signs that rows are multiplied by): `slot` is "values" or "latents" (joining those of attention:
+            mixed by gates for `num_gate_heads` equal parts, or side by side, through `gate` and `up_proj`, or as `router` and
+            `gate` of each head choose), "instead" (the row stands for the feed-forward's up-projection), "embedding"
             (projected rows are averaged with the input embedding and multiplied by `amplification`: "none", "sqrt_width" or
-            "layer_norm"), or, where blocks weigh the same normalised rows
-            (`reads_once`), whose weights have `shared_weights` as shapes, as above.
+            "layer_norm"), "entry" (the sum of rows, times a gain, is added before attention), or, where blocks weigh the same
+            normalised rows (`reads_once`), whose weights have `shared_weights` as shapes, as above.
         second_memory: None, or the same of memories of another kind. A block may have one of each, if one acts in
             attention.
         backbone: class of transformers that a model that was grown is without the inserted blocks; None of others.

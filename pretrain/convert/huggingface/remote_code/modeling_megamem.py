@@ -38,9 +38,11 @@ from .token_tables_megamem import (
     MegamemMixedValues,
     MegamemNgramEmbedding,
     MegamemSharedRead,
+    MegamemSummedRows,
     MegamemTokenFeedForward,
     MegamemTokenMixture,
     MegamemValueNgrams,
+    MegamemWeightedRows,
     TokenRows,
 )
 
@@ -61,6 +63,7 @@ _MEMORIES = (
     MegamemChosenRows,
     MegamemTokenMixture,
     MegamemTokenFeedForward,
+    MegamemWeightedRows,
 )
 # Slots of memories that are all that their block adds, and those among them that are given the residual stream too.
 _INSERTED, _GIVEN_STREAM = {"inserted", "stream_and_heads", "projected", "block"}, {"inserted", "stream_and_heads"}
@@ -200,6 +203,8 @@ class MegamemBlock(GradientCheckpointingLayer):
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
             if isinstance(memory, MegamemNgramEmbedding) and tokens.rows is not None:
                 h = memory(h, tokens.rows.addresses, banks[memory.layer["bank"]])
+            if isinstance(memory, MegamemWeightedRows) and tokens.rows is not None:
+                h = memory(h, tokens.rows.shared)
             if (
                 isinstance(memory, (MegamemMixedValues, MegamemValueNgrams, MegamemChosenRows))
                 and tokens.rows is not None
@@ -240,6 +245,8 @@ def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) 
             return MegamemNgramMemory(config, memory, layer)
         case "tokens" if layer["slot"] == "embedding":
             return MegamemNgramEmbedding(config, memory, layer)
+        case "tokens" if layer["slot"] == "entry":
+            return MegamemWeightedRows(layer)
         case "tokens" if "router_bias" in layer["weights"]:
             return MegamemChosenRows(config, memory, layer)
         case "tokens" if "gate" in layer["weights"]:
@@ -333,7 +340,8 @@ class MegamemModel(MegamemPreTrainedModel):
         self.by_ngrams = by_scoring.get("ngrams", self.address)
         self.shared_read = None
         if by_ids is not None and by_ids["reads_once"]:
-            self.shared_read = MegamemSharedRead(config, by_ids)
+            at_entry = by_ids["layers"][0]["slot"] == "entry"
+            self.shared_read = MegamemSummedRows(by_ids) if at_entry else MegamemSharedRead(config, by_ids)
         self.pages = MegamemPages()
         self.post_init()
 

@@ -171,7 +171,9 @@ def ngrams_of(
 
 
 def hashed(ngrams: Ngrams, address: dict[str, Any]) -> Tensor:
-    """[A, b, s] addresses of tokens: offset + (sum or xor over an n-gram of id times multiplier) mod a modulus."""
+    """[A, b, s] addresses of tokens: offset + (sum or xor over an n-gram of id times multiplier) mod a modulus; behind them
+    [A, b, s] patterns of signs, which are hashes of the same form, where rows have signs.
+    """
     found = []
     numbers = zip(*(address[name] for name in ("orders", "multipliers", "moduli", "offsets")), strict=True)
     for order, multipliers, modulus, offset in numbers:
@@ -183,7 +185,9 @@ def hashed(ngrams: Ngrams, address: dict[str, Any]) -> Tensor:
         if address["missing"] is not None:
             mixed = torch.where(ngrams.places < order - 1, address["missing"], mixed)
         found.append(mixed + offset)
-    return torch.stack(found)
+    # Signs have none of their own, and folders of earlier versions no signs.
+    signs = address.get("signs")
+    return torch.stack(found) if signs is None else torch.cat((torch.stack(found), hashed(ngrams, signs)))
 
 
 class MegamemNgramMemory(nn.Module):

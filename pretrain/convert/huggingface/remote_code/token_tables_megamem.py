@@ -1,7 +1,7 @@
 """Memories whose rows a token's id addresses, or hashes of its n-grams: row v M + i is the i-th of the M of address v.
 
 Rows are mixed into attention's values, or into latents that those are made of; or all blocks add mixtures of the same
-normalised rows beside their feed-forwards; or rows stand for a feed-forward's up-projection.
+normalised rows beside their feed-forwards, or their sum before attention; or rows stand for a feed-forward's up-projection.
 
 Legend: b sequences, s tokens of each, T = b s, D hidden size, A addresses of a token, M rows of an address, V columns of a
 row, n parts of the columns with gates of their own.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class TokenRows:
     """The tokens, as memories read them that they address.
 
     Attributes:
-        addresses: [A, b, s].
-        shared: [b, s, A M, D], the normalised rows, where all blocks read the same; else None.
+        addresses: [A, b, s], or [2 A, b, s] with the patterns of their signs.
+        shared: [b, s, A M, D], the normalised rows, or [b, s, V], the sum of rows, where all blocks read the same; else None.
     """
 
     addresses: Tensor
@@ -44,18 +45,41 @@ class TokenRows:
 
 
 def rows_of(addresses: Tensor, memory: dict[str, Any]) -> Tensor:
-    """[T, A M] rows of addresses [A, b, s]."""
+    """[T, A M] rows of addresses [A, b, s], or of those and signs."""
     # Folders of earlier versions have one address of a token.
     slots = memory.get("slots_per_address", memory["rows_per_token"])
-    rows = addresses.flatten(1).unsqueeze(2) * slots + torch.arange(slots, device=addresses.device)
+    # Heads may choose among the rows of a token.
+    given = addresses[: len(addresses) // 2] if _has_signs(memory) else addresses
+    rows = given.flatten(1).unsqueeze(2) * slots + torch.arange(slots, device=addresses.device)
     return rows.transpose(0, 1).flatten(1).contiguous()
 
 
+def _has_signs(memory: dict[str, Any]) -> bool:
+    address = memory.get("address")
+    return address is not None and address.get("signs") is not None
+
+
+@lru_cache(maxsize=4)
+def sign_patterns(count: int, width: int, device: torch.device) -> Tensor:
+    """[count, width] int8 of +1 and -1: the lowest bits of a SplitMix64 stream."""
+    z = (torch.arange(1, count * width + 1, device=device)) * -7046029254386353131 + 0x7369676E73
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    return (1 - 2 * (z & 1)).to(torch.int8).view(count, width)
+
+
 def read_apart(addresses: Tensor, like: Tensor, memory: dict[str, Any], look_up: LookUp) -> Tensor:
-    """[b, s, A M, V] rows of addresses [A, b, s], each by itself, in the dtype and on the device of `like`."""
-    rows = rows_of(addresses.to(like.device), memory).view(-1, 1)
+    """[b, s, A M, V] rows of addresses [A, b, s], each by itself and with its signs, in the dtype and on the device of `like`."""
+    addresses = addresses.to(like.device)
+    rows = rows_of(addresses, memory).view(-1, 1)
     ones = torch.ones(len(rows), 1, 1, dtype=like.dtype, device=like.device)
-    return look_up(rows, ones, None, None).to(like.device).view(*addresses.shape[1:], memory["rows_per_token"], -1)
+    read = look_up(rows, ones, None, None).to(like.device).view(*addresses.shape[1:], memory["rows_per_token"], -1)
+    if not _has_signs(memory):
+        return read
+    count = memory["address"]["signs"]["moduli"][0]
+    patterns = sign_patterns(count, read.shape[-1], like.device)
+    return read * patterns[addresses[len(addresses) // 2 :].movedim(0, -1)]
 
 
 def _tensor_rank(engine: Any) -> tuple[int, int] | None:
@@ -242,6 +266,38 @@ class MegamemSharedRead(nn.Module):
         wide = read.to(torch.promote_types(read.dtype, torch.float32))
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (normal * self.gain if self.has_gain else normal).to(like.dtype)
+
+
+class MegamemSummedRows(nn.Module):
+    """The sum of the rows of a token's addresses, with their signs, once for all blocks."""
+
+    def __init__(self, memory: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, addresses: Tensor, like: Tensor, look_up: LookUp) -> Tensor:
+        """[b, s, V] of addresses [A, b, s], in the dtype and on the device of `like`."""
+        return read_apart(addresses, like, self.memory, look_up).sum(2)
+
+
+class MegamemWeightedRows(nn.Module):
+    """h + w b in the first columns, for the residual stream h and the shared sum of rows b.
+
+    Attributes:
+        gain: w, [1].
+    """
+
+    gain: Tensor
+
+    def __init__(self, layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gain = nn.Parameter(torch.empty(layer["weights"]["gain"]))
+
+    def forward(self, hidden: Tensor, shared: Tensor) -> Tensor:
+        """[b, s, D] of a stream [b, s, D] and the shared sums [b, s, V]."""
+        added = self.gain * shared.to(hidden.device)
+        return hidden + F.pad(added, (0, hidden.shape[-1] - added.shape[-1]))
 
 
 class MegamemTokenMixture(nn.Module):
