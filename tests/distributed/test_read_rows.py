@@ -82,12 +82,12 @@ REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 TRIED: dict[str, tuple[str, ...]] = {
     "one rank": tuple(kind for kind in MODELS if kind != "move, unevenly"),
-    "one rank, two microbatches, recomputed": ("shared", "ultramem", "engram"),
+    "one rank, two microbatches, recomputed": ("ultramem", "engram"),
     "memory 2 of rows": ("shared", "ultramem"),
     "tensor 2 x memory 4, 2 of rows": ("shared", "private"),
     # Token memories have a copy of their bank on every stage.
     "pipeline 2 x virtual 2 x memory 2": ("private", "move", "tide"),
-    "context 2 x memory 2": ("move", "stem", "engram", "two families", "move by n-grams", "mome"),
+    "context 2 x memory 2": ("stem", "two families", "move by n-grams", "mome"),
     "pipeline 2": (
         "tide",
         "residual n-grams",

@@ -6,6 +6,7 @@ Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -151,8 +152,9 @@ def test_the_model_computes_what_plain_pytorch_does(run_ranks: Any, placement: P
 
 
 def train(config: RunConfig) -> list[tuple[float, float]]:
+    """Steps, of which the second shows the first one's update."""
     with tiny_run(config) as run:
-        return run.train(4)
+        return run.train(2)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +174,18 @@ def test_no_layout_and_no_recomputation_changes_a_run(
     """Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed."""
     config = placed(placement)
 
-    def variants(layouts: list[dict[str, int]]) -> list[RunConfig]:
+    def variants(*variants: tuple[dict[str, int], Any]) -> list[RunConfig]:
         return [
             replace(config, parallel=ParallelConfig(**layout), train=replace(config.train, recompute=recompute))
-            for layout in layouts
-            for recompute in ("none", "selective", "full")
+            for layout, recompute in variants
         ]
 
-    alone = run_ranks(lambda: [train(variant) for variant in variants([{}])], 1)[0]
-    together = run_ranks(lambda: [train(variant) for variant in variants(layouts)], 2)[0]
+    everywhere = variants(({}, "none"), ({}, "selective"), ({}, "full"))
+    # Each layout with its own way to recompute, and the first with all.
+    ways = itertools.cycle(("full", "none", "selective"))
+    on_two = variants(*zip(layouts, ways, strict=False), *((layouts[0], way) for way in ("none", "selective")))
+    alone = run_ranks(lambda: [train(variant) for variant in everywhere], 1)[0]
+    together = run_ranks(lambda: [train(variant) for variant in on_two], 2)[0]
     for run in (*alone[1:], *together):
         for actual, expected in zip(run, alone[0], strict=True):
             assert actual == pytest.approx(expected, rel=TOLERANCE)

@@ -71,14 +71,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         4,
         {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
         (
+            # Engram's rows, two banks, a copy of heads' columns, rows read at once, and those that heads choose.
             "engram, ple",
             "two families",
-            "move",
             "lave",
             "tide",
-            "stem",
-            "move by n-grams",
-            "mome",
             "mome by n-grams, routed by values",
         ),
     ),
@@ -87,7 +84,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor 2 x pipeline 2": (
         4,
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 2},
-        ("engram", "move, unevenly", "tide", "residual n-grams", "mome by n-grams, routed by values"),
+        ("engram", "move, unevenly", "residual n-grams"),
     ),
     # One stage has n-grams, which lie in files, and the other learned keys.
     "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),

@@ -152,7 +152,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 4": {"pipeline": 4, "micro_batch_size": 2},
     HALOS: {"tensor": 2, "context": 2, "memory": 2, "recompute": "full"},
 }
-# These meet every axis. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
+# These meet every axis, on two layouts that have all of them. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
 # it: tensor-parallel ranks share their heads, and stages their tables.
 EVERYWHERE = (
     "move",
@@ -172,7 +172,8 @@ BY_ROW = ("tide", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (
-        *EVERYWHERE,
+        "move",
+        "engram",
         "residual n-grams without signs, every second block",
         "mome by n-grams, routed by values",
         "tide, no gain, every second block",
@@ -198,7 +199,8 @@ TRIED: dict[str, tuple[str, ...]] = {
         "lave in blocks of stem",
     ),
     "context 2 x memory 2": (
-        *EVERYWHERE,
+        "mome",
+        "latents, move",
         "value n-grams, one head of two, documents apart",
         "latents, engram",
         "move, ungated",
@@ -207,7 +209,15 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, move, no rotary columns",
         "latents, lave",
     ),
-    FULL: (*EVERYWHERE, "engram, documents apart", "latents, move, no rotary columns"),
+    FULL: (
+        "lave",
+        "tide",
+        "stem",
+        "engram",
+        "residual n-grams",
+        "engram, documents apart",
+        "latents, move, no rotary columns",
+    ),
     SELECTIVE: (
         *EVERYWHERE,
         "mome by n-grams, routed by values",
@@ -223,19 +233,14 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
-        "residual n-grams",
-        "ngram embedding",
+        *EVERYWHERE,
         "stem by n-grams",
-        "value n-grams",
         "mome by n-grams, routed by values",
-        "move by n-grams",
         "lave by n-grams, documents apart",
         "tide by n-grams",
-        "engram",
         "engram, ple",
         "engram, documents apart",
         "engram beside experts",
-        "engram beside learned keys",
         "engram beside learned keys, experts",
         "move in blocks of engram",
     ),

@@ -234,7 +234,8 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
             train=replace(config.train, precision=precision),
         )
         for number, config in enumerate(layouts)
-        for way in WAYS
+        # The first with all, the others with two each.
+        for way in (WAYS if number == 0 else [each for index, each in enumerate(WAYS) if index != number % len(WAYS)])
         for precision in ("fp32", "bf16")[: 1 + (number == 0)]
     ]
 

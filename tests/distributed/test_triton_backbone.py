@@ -23,21 +23,21 @@ from pretrain.config.schema import RunConfig
 pytestmark = pytest.mark.skipif(bool(unavailable("triton", "cpu")), reason=str(unavailable("triton", "cpu")))
 TOLERANCE = 5e-6
 # Of a backbone's blocks, which are all alike: the interpreter takes a second for each.
-of_two = partial(dense, num_layers=2)
+of_one, of_two = partial(dense, num_layers=1), partial(dense, num_layers=2)
 CASES = {
     "grouped heads": of_two(),
-    "one key": of_two(num_query_groups=1),
-    "without norms of queries and keys": of_two(qk_norm=False),
-    "latents": of_two(
+    "one key": of_one(num_query_groups=1),
+    "without norms of queries and keys": of_one(qk_norm=False),
+    "latents": of_one(
         num_query_groups=None, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4, query_latent_dim=8)
     ),
-    "latents without rotary columns": of_two(
+    "latents without rotary columns": of_one(
         num_query_groups=None, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=0)
     ),
-    "yarn": of_two(rotary_scaling=RotaryScalingConfig("yarn", factor=4.0, original_length=8)),
-    "separate documents": replace(of_two(), data=replace(SHARED.data, documents="separate")),
+    "yarn": of_one(rotary_scaling=RotaryScalingConfig("yarn", factor=4.0, original_length=8)),
+    "separate documents": replace(of_one(), data=replace(SHARED.data, documents="separate")),
     "recomputation": replace(of_two(), train=replace(SHARED.train, recompute="full")),
-    "further tokens": of_two(multi_token_prediction=MultiTokenConfig(depth=1)),
+    "further tokens": of_one(multi_token_prediction=MultiTokenConfig(depth=1)),
 }
 
 

@@ -192,8 +192,12 @@ def test_a_rank_killed_in_mid_step_costs_nothing(
     assert_same_run(tmp_path / "run", straight.path)
 
 
-@ON_FOUR
-@pytest.mark.parametrize("step", [2, 4], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize(
+    ("layout", "step"),
+    [("tensor 2 x pipeline 2", 2), ("one rank", 4)],
+    indirect=["layout"],
+    ids=["in the middle, four ranks", "at the end, one rank"],
+)
 def test_a_stop_leaves_an_evaluation_to_the_next_start(
     layout: Layout, step: int, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
