@@ -21,7 +21,7 @@ inline void update_row(bf16* row, const Operand* gradient, float factor, float k
 template <class Row, class Operand>
 void row_update(Row* weights, const Operand* gradient, const float* factors, const int64_t* rows, const int64_t* numbers,
                 int64_t N, int64_t W, float keep, const Rounding& rounding, int64_t threads) {
-  const auto moves = [&](int64_t i) { return factors[i] != 0 || keep != 1; };
+  const auto moves = [&](int64_t i) { return factors[i] != 0 || (keep != 1 && rows == nullptr); };
   const auto row_of = [&](int64_t i) { return rows == nullptr ? i : rows[i]; };
 #pragma omp parallel for schedule(static) num_threads(threads_for(threads, N))
   for (int64_t i = 0; i < N; ++i) {

@@ -25,7 +25,7 @@ def row_update(
 
     weights[r_i] <- round(keep weights[r_i] + factors[i] gradient[i]), in fp32, each product rounded, with r_i = rows[i]
 
-    Where factors[i] is 0 and keep is 1 the row stays as it is, whatever its gradient.
+    Where factors[i] is 0, and keep is 1 or `rows` are given, the row stays as it is, whatever its gradient.
 
     Args:
         weights: [R, W], fp32 or bf16.
@@ -38,7 +38,7 @@ def row_update(
     """
     keep_, moved = torch.tensor(keep, dtype=torch.float32), range(len(gradient))
     for i in moved:
-        if factors[i] == 0 and keep_ == 1:
+        if factors[i] == 0 and (keep_ == 1 or rows is not None):
             continue
         row = i if rows is None else int(rows[i])
         number = row if numbers is None else int(numbers[i])

@@ -87,7 +87,8 @@ def torch_row_update(
     """The function of `kernels.row_update.naive.row_update`, in slices of rows."""
     check(weights, gradient, rounding)
     num, width = gradient.shape
-    stays = factors == 0 if _in_fp32(keep) == 1 else torch.zeros_like(factors, dtype=torch.bool)
+    may_stay = rows is not None or _in_fp32(keep) == 1
+    stays = factors == 0 if may_stay else torch.zeros_like(factors, dtype=torch.bool)
     of_table = torch.arange(num, device=weights.device) if rows is None else rows
     numbers = of_table if numbers is None else numbers
     for part in token_slices(num, max(1, width // (_SLICES_ON_GPU if weights.is_cuda else 1))):

@@ -40,12 +40,15 @@ def row_update_kernel(
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)[:, None]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     factor = tl.load(factors + entry, mask=entry < num_entries, other=0)
-    moves = (entry < num_entries) & ((factor != 0) | (keep != 1))
+    moves = entry < num_entries
     row = entry
     number = entry
     if OF_ROWS:
+        moves = moves & (factor != 0)
         row = tl.load(rows + entry, mask=moves, other=0)
         number = tl.load(numbers + entry, mask=moves, other=0)
+    else:
+        moves = moves & ((factor != 0) | (keep != 1))
     moves = moves & (columns < W)
     held = tl.load(weights + row * W + columns, mask=moves, other=0)
     change = tl.load(gradient + entry * W + columns, mask=moves, other=0)

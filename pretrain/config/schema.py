@@ -234,6 +234,17 @@ class OptimizerConfig(Config):
     tables: Literal["adamw", "row_wise"] = "adamw"
     """Update of the memory tables. adamw: two moments per element, and fp32 main weights beside bf16 ones; row_wise: a
     second moment per row and no first, and bf16 weights that are rounded stochastically. See docs/memory-parallel.md."""
+    row_clock: Annotated[
+        Literal["updates", "reads"], EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+    ] = "updates"
+    """Clock of a row's second moment and decay. updates: the run's, as AdamW's; a moment shrinks at every update and is
+    corrected for its start, and the decay, times the learning rate, reaches every row. reads: the row's own, as in nanochat's
+    record; a moment shrinks when the row is read and is not corrected, and the rows that were read decay by
+    value_weight_decay, whatever the rate. It takes table_gradients: rows. See docs/memory-parallel.md."""
+    row_beta2: Annotated[
+        Beta | None, EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+    ] = None
+    """Second-moment decay of rows; null: beta2."""
     table_gradients: Annotated[
         Literal["dense", "rows", "auto"],
         EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise"),

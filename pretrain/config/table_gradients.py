@@ -41,6 +41,8 @@ def chosen(config: RunConfig) -> Choice | None:
     optimizer, model = config.optimizer, config.model
     if model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "auto":
         return None
+    if optimizer.row_clock == "reads":
+        return Choice("rows", "optimizer.row_clock is reads")
     for why, _ in impossible(config):
         return Choice("dense", why)
     num_rows = sum(bank.num_rows for bank in model.memory_plan.banks)
@@ -70,7 +72,14 @@ def impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
     gradients that our kernels make, and a decay that leaves something."""
     optimizer = config.optimizer
     decay, rate = table_decay(optimizer), largest_table_lr(optimizer)
-    if decay * rate >= 1:
+    if optimizer.row_clock == "reads":
+        if decay >= 1:
+            yield (
+                f"the tables' weight decay is {decay:g}, of which optimizer.row_clock reads takes all whatever the learning rate, "
+                "so that an update would leave nothing of a row",
+                "set optimizer.value_weight_decay below 1 (0.001 as published)",
+            )
+    elif decay * rate >= 1:
         yield (
             f"the tables' weight decay {decay:g} times their learning rate {rate:g} is 1 or more, so that a step could leave "
             "nothing of rows",
@@ -91,7 +100,19 @@ def impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
 def gradients_problems(config: RunConfig) -> Iterator[str]:
     """Gradients of rows that were asked for and that tables cannot have, in sentences."""
     optimizer = config.optimizer
-    if config.model.memory is None or optimizer.tables != "row_wise" or optimizer.table_gradients != "rows":
+    by_reads = optimizer.row_clock == "reads"
+    if config.model.memory is None or optimizer.tables != "row_wise":
         return
-    for why, fix in impossible(config):
-        yield f"optimizer.table_gradients is rows, and {why}: {fix}, or use optimizer.table_gradients: dense"
+    if by_reads and optimizer.table_gradients == "dense":
+        yield (
+            "optimizer.row_clock is reads, and dense gradients do not tell which rows a step has read: set "
+            "optimizer.table_gradients: rows"
+        )
+    elif by_reads or optimizer.table_gradients == "rows":
+        asked, instead = (
+            ("row_clock is reads", "row_clock: updates")
+            if by_reads
+            else ("table_gradients is rows", "table_gradients: dense")
+        )
+        for why, fix in impossible(config):
+            yield f"optimizer.{asked}, and {why}: {fix}, or use optimizer.{instead}"

@@ -49,6 +49,7 @@ class AdamW:
     beta2: float = 0.95
     epsilon: float = 1e-8
     tables_by_row: bool = False
+    row_beta2: float | None = None
     matrices: MuonFormula | None = None
 
     def of(self, group: str) -> tuple[tuple[float, float, float], float]:
@@ -84,11 +85,12 @@ class AdamW:
                     before = step.weights[name]
                     continue
                 average = self.beta1 * average + (1 - self.beta1) * gradient
-                mean, squared = average / (1 - self.beta1**number), gradient**2
+                mean, squared, beta2 = average / (1 - self.beta1**number), gradient**2, self.beta2
                 if self.tables_by_row and last_parts({name}) <= TABLES:
                     mean, squared = gradient, squared.mean(1, keepdim=True)
-                square = self.beta2 * square + (1 - self.beta2) * squared
-                size = (square / (1 - self.beta2**number)).sqrt() + self.epsilon
+                    beta2 = self.row_beta2 or beta2
+                square = beta2 * square + (1 - beta2) * squared
+                size = (square / (1 - beta2**number)).sqrt() + self.epsilon
                 expected = before.double() * (1 - rate * decay) - rate * mean / size
                 after = step.weights[name]
                 torch.testing.assert_close(
@@ -371,6 +373,34 @@ def _(base: Subject, second: Subject) -> None:
 
 
 BY_ROW = with_optimizer(tables="row_wise", value_weight_decay=0.0)
+
+
+@TRAINING.key("optimizer.row_beta2", 0.7, with_optimizer(tables="row_wise"))
+def _(base: Subject, second: Subject) -> None:
+    AdamW(tables_by_row=True, row_beta2=0.7).explains(second)
+    for name, weight in base.steps[0].weights.items():
+        torch.testing.assert_close(second.steps[0].weights[name], weight, rtol=2e-7, atol=1e-8)
+    assert {
+        group_of(name, base.weights[name]) for name in changed_names(base.steps[1].weights, second.steps[1].weights)
+    } >= TABLES
+
+
+@TRAINING.key("optimizer.row_clock", "reads", with_optimizer(tables="row_wise", table_gradients="rows"))
+def _(base: Subject, second: Subject) -> None:
+    """The first update of a row is 1 / sqrt(1 - beta2) times as large; rows that were not read stay, and others decay by 0.1."""
+    assert base.steps[0].loss == second.steps[0].loss
+    for name in (name for name in base.weights if last_parts([name]) <= TABLES):
+        before, after = base.weights[name], second.steps[0].weights[name]
+        # What is stored is the row over the table's scale, which has the decay.
+        moved = (base.steps[0].weights[name] - before) * (1 - 2e-3 * 0.1)
+        read = moved.any(1)
+        assert 0 < int(read.sum()) < len(read)
+        assert torch.equal(after[~read], before[~read])
+        expected = 0.9 * before + moved / math.sqrt(0.05)
+        # Beside the smallest gradients epsilon counts.
+        firm = moved.square().mean(1).sqrt() > 0.9999 * 2e-3
+        assert firm.any()
+        torch.testing.assert_close(after[firm], expected[firm], rtol=1e-4, atol=5e-6)
 
 
 @TRAINING.key("optimizer.table_gradients", "rows", BY_ROW)

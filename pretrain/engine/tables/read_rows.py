@@ -51,7 +51,7 @@ class HeldRows:
 
 class ReadRows(RowWise):
     """The update by row, of the rows that were read: all that `RowWise` would change, to the bit without a decay. A decay is
-    that of the table's scale (`kernels.common.table_scale`)."""
+    that of the table's scale (`kernels.common.table_scale`), or by the clock of reads that of the rows themselves."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """See `RowWise`."""
@@ -72,7 +72,7 @@ class ReadRows(RowWise):
 
     def _decay(self, share: Share) -> None:
         scale = _scale(share)
-        fold = scale.decay(1 - share.group["lr"] * share.group["weight_decay"])
+        fold = scale.decay(1 - (0.0 if self._counts_reads else share.group["lr"] * share.group["weight_decay"]))
         self._scales[share].fill_(scale.value)
         if fold is not None:
             self.multiply(share, fold)
@@ -119,7 +119,8 @@ class ReadRows(RowWise):
         if (scale := _scale(share).value) != 1:
             factors.mul_(1 / scale)
         rounding = rounding_of(held.weights, self.rounding_key(share), place.first_row, place.first_column)
-        place.kernels.row_update(held.weights, sums, factors, 1.0, rounding, rows, held.numbers_of(rows))
+        keep = 1 - share.group["weight_decay"] if self._counts_reads else 1.0
+        place.kernels.row_update(held.weights, sums, factors, keep, rounding, rows, held.numbers_of(rows))
 
 
 class StoredRows(ReadRows):

@@ -11,6 +11,13 @@ So a row that is not read is not touched, and an update by the rows that were re
 this one, to the bit. bf16 weights have no fp32 main weights: they are rounded stochastically, by numbers
 that depend on the table, the update and the element's place in it, so that a run is the same on every layout.
 
+By the clock of reads (`optimizer.row_clock`, github.com/karpathy/nanochat/pull/854) rows that were read have
+
+    v <- beta2 v + (1 - beta2) |g|^2 / V
+    w <- (1 - decay) w - lr g / (sqrt(v) + epsilon)
+
+and others stay.
+
 Ranks hold ranges of a table's columns and rows (`parallel.memory`), and each of their replicas a range of that, cut
 wherever it comes: a row's sum of squares is added up over the ranks with its other columns, and over replicas where a
 range ends within a row.
@@ -111,12 +118,14 @@ class RowWise(UpdateRule):
         """Take over the shares, with second moments at zero.
 
         Args:
-            settings: keys of the optimizer, of which beta2 and epsilon are read.
+            settings: keys of the optimizer, of which the clock, the betas of moments and epsilon are read.
             seed: seed of the random numbers of rounding.
             places: places of all tables.
         """
         self.shares = shares
-        self._beta2, self._epsilon, self._seed = settings.beta2, settings.epsilon, seed
+        self._beta2 = settings.beta2 if settings.row_beta2 is None else settings.row_beta2
+        self._epsilon, self._seed = settings.epsilon, seed
+        self._counts_reads = settings.row_clock == "reads"
         self.places, self.groups = places, groups
         starts = [0]
         for share in shares:
@@ -226,15 +235,18 @@ class RowWise(UpdateRule):
             squares: [n], sums of squares of whole rows, which are overwritten.
         """
         beta2, update = self._beta2, share.num_updates + 1
-        # A power in fp32 may differ by a bit with the place in a vector; of fp64, rounded, it does not.
-        elapsed = (update - last_updates).double()
         read = squares > 0
+        if self._counts_reads:
+            current, correction = moments * beta2, 1.0
+        else:
+            # A power in fp32 may differ by a bit with the place in a vector; of fp64, rounded, it does not.
+            elapsed = (update - last_updates).double()
+            current, correction = moments * torch.pow(beta2, elapsed).float(), 1 - beta2**update
         # One operation at a time: a fused product and sum rounds once in the middle of a loop, and twice at its end.
-        current = moments * torch.pow(beta2, elapsed).float()
         current.add_(squares.mul_((1 - beta2) / self.places[share.parameter].width))
         moments.copy_(torch.where(read, current, moments))
         last_updates.masked_fill_(read, update)
-        factors = (current / (1 - beta2**update)).sqrt_().add_(self._epsilon).reciprocal_().mul_(-share.group["lr"])
+        factors = (current / correction).sqrt_().add_(self._epsilon).reciprocal_().mul_(-share.group["lr"])
         return factors.masked_fill_(~read, 0)
 
     def rounding_key(self, share: Share) -> int:

@@ -49,7 +49,7 @@ def has_files(config: RunConfig) -> bool:
 
 def has_scales(config: RunConfig) -> bool:
     """True if tables have a scale, by which a weight decay reaches rows that a step does not read."""
-    return has_read_rows(config) and table_decay(config.optimizer) > 0
+    return has_read_rows(config) and table_decay(config.optimizer) > 0 and config.optimizer.row_clock == "updates"
 
 
 def scaled_bytes(config: RunConfig, memory: MemoryConfig, tokens: int, *, backward: bool) -> float:

@@ -55,6 +55,7 @@ def at_most(largest: float, *keys: str, **context: Any) -> list[Limit]:
 
 # Keyword arguments cannot hold dots: `model__moe` is `model.moe`.
 MOE: dict[str, Any] = {"model__moe__num_experts": 4, "model__moe__top_k": 1}
+BY_ROW: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores": 1, "optimizer__tables": "row_wise"}
 MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores": 1}
 SPLIT: dict[str, Any] = {**MEMORY, "parallel__memory": 2}
 BALANCED: dict[str, Any] = {**MEMORY, "model__memory__key_balance_weight": 1.0}
@@ -185,6 +186,8 @@ LIMITS = [
     *at_most(0.5, "optimizer.min_lr", optimizer__lr=0.5),
     *not_negative("optimizer.beta1", "optimizer.beta2"),
     *below(1.0, "optimizer.beta1", "optimizer.beta2"),
+    *not_negative("optimizer.row_beta2", **BY_ROW),
+    *below(1.0, "optimizer.row_beta2", **BY_ROW),
     *at_least(0, "optimizer.warmup_steps"),
     *at_most(100, "optimizer.warmup_steps", train__num_steps=100),
     *not_negative("optimizer.warmup_start", optimizer__warmup_steps=5),

@@ -14,6 +14,7 @@ from pretrain.config.settled import settled
 from pretrain.config.stages import load_config
 from pretrain.config.table_gradients import MOST_READS, chosen
 from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.layouts import all_estimates, estimate
 from tools import cli
@@ -54,6 +55,26 @@ def test_what_tables_cannot_have_falls_to_dense_with_the_reason(overrides: tuple
     assert choice is not None
     assert choice.taken == "dense"
     assert reason in choice.reason
+
+
+def test_rows_by_their_own_clock_take_rows_alone() -> None:
+    """However often a step reads."""
+    by_reads = ("optimizer.row_clock=reads", "optimizer.value_weight_decay=0.001", "model.memory.num_keys=511")
+    choice = chosen(quickstart(*by_reads))
+    assert choice is not None
+    assert (choice.taken, choice.reason) == ("rows", "optimizer.row_clock is reads")
+    for overrides, fix in (
+        (("optimizer.table_gradients=dense",), "optimizer.row_clock is reads, and dense gradients"),
+        (("train.kernels=naive",), "optimizer.row_clock is reads, and train.kernels is naive"),
+        (
+            ("optimizer.table_gradients=rows", "optimizer.value_weight_decay=1.0"),
+            "set optimizer.value_weight_decay below 1 ",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=fix):
+            validate(quickstart(*by_reads, *overrides), 1)
+    # A decay that the rate would have made smaller.
+    validate(quickstart(*by_reads, "optimizer.value_weight_decay=0.999", "optimizer.value_lr=10.0"), 1)
 
 
 def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
