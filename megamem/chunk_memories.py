@@ -81,14 +81,20 @@ def memories_of_chunk(
 
 def joint_read(
     config: TransformerConfig,
-    memory: MemoryConfig,
+    model: ModelConfig,
     banks: Mapping[int, Bank],
+    sites: Mapping[int, Sequence[Site]],
     stage: Copy,
     groups: ProcessGroupCollection,
-) -> SharedRead:
-    """The read of the chunk's one bank, before its first block, for all memory layers of this rank."""
-    (bank,) = banks.values()
-    read = family_of(memory).shared_read()
+) -> SharedRead | None:
+    """The read of the one bank of a family that reads once, before the chunk's first block, for all its layers of this
+    rank; None if the chunk has no such layer.
+    """
+    memory = model.memory_read_once
+    if memory is None or not any(site.plan.reads_once for of_block in sites.values() for site in of_block):
+        return None
+    (spec,) = model.banks_of(memory)
+    bank, read = banks[spec.index], family_of(memory).shared_read()
     assert read is not None
     return read(config, memory, _lookup(bank, memory), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)
 

@@ -249,8 +249,8 @@ class ModelConfig(Config):
         for key, each in (("memory", memory), ("second_memory", second)):
             if not each.stands_beside_others:
                 raise ValueError(
-                    f"model.{key}.kind is {each.kind}, whose layers are inserted blocks or read their tables together: "
-                    "such a family is the only one of its model, leave out model.second_memory"
+                    f"model.{key}.kind is {each.kind}, whose layers are inserted blocks: such a family is the only one of "
+                    "its model, leave out model.second_memory"
                 )
         if memory.ids_before and second.ids_before:
             raise ValueError(
@@ -258,7 +258,18 @@ class ModelConfig(Config):
                 "n-grams, of which a model has those of one family: set address: null for one of them, or leave "
                 "model.second_memory out"
             )
+        if memory.reads_once and second.reads_once:
+            raise ValueError(
+                f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}, and layers of both read their "
+                "tables together, of which a model has those of one family: choose another one"
+            )
+        together = next((each for each in (memory, second) if each.reads_once), None)
         handing_on = [each for each in (memory, second) if each.placement.hands_on]
+        if together is not None and handing_on:
+            raise ValueError(
+                f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}: blocks hand on what layers of "
+                f"kind {together.kind} have read together, and nothing else: set query_group: 1, and no spans, for the other"
+            )
         if len(handing_on) == 2 and any(each.placement.query_group > 1 for each in handing_on):
             raise ValueError(
                 f"model.memory.placement.query_group is {memory.placement.query_group} and that of model.second_memory "
@@ -330,6 +341,11 @@ class ModelConfig(Config):
         if self.memory is None:
             return ()
         return (self.memory,) if self.second_memory is None else (self.memory, self.second_memory)
+
+    @property
+    def memory_read_once(self) -> MemoryConfig | None:
+        """The family whose layers read their tables together (`MemoryConfig.reads_once`), if there is one."""
+        return next((memory for memory in self.memories if memory.reads_once), None)
 
     @property
     def families(self) -> dict[str, MemoryConfig]:

@@ -245,7 +245,7 @@ class MemoryConfig(Config, ABC):
     @property
     def stands_beside_others(self) -> bool:
         """True if a model may have layers of another family, too."""
-        return not (self.is_inserted or self.reads_once)
+        return not self.is_inserted
 
     @property
     def placement_keys(self) -> tuple[str, ...]:

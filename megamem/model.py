@@ -164,9 +164,9 @@ class MemoryGPTModel(GPTModel):
         self.shared_read: SharedRead | None = None
         # One that an earlier chunk holds is not a module of this one.
         self._read_together: list[SharedRead] = list(earlier[-1].read_together) if earlier else []
-        if model.memory is not None and model.memory.reads_once and sites and not self._read_together:
-            self.shared_read = joint_read(config, model.memory, banks, stage, groups)
-            self._read_together = [self.shared_read]
+        if not self._read_together:
+            self.shared_read = joint_read(config, model, banks, sites, stage, groups)
+            self._read_together = [] if self.shared_read is None else [self.shared_read]
         self.chunked_loss: ChunkedLoss | None = None
         self.multi_token: MultiTokenPrediction | None = None
         if post_process:
@@ -231,7 +231,7 @@ class MemoryGPTModel(GPTModel):
             halo = self._token_halo if cache is None else cache.halo("tokens")
             packed = self._packed(input_ids, position_ids, halo)
             carried = {"context_mask": packed}
-            for read in self.read_together:
+            for read in self._joint_reads():
                 inputs = Inputs(packed)
                 carried["context"] = read(inputs.share(self.tp_group) if self.config.sequence_parallel else inputs)
         out: Tensor = super().forward(
@@ -400,13 +400,17 @@ class MemoryGPTModel(GPTModel):
             if name is None or site.memory.name == name:
                 site.memory_enabled = enabled
 
+    def _joint_reads(self) -> Sequence[SharedRead]:
+        """The joint reads that layers of this chunk weigh."""
+        return self.read_together if any(layer.memory.reads_once for layer in self.memory_layers) else ()
+
     def serve_memory(self) -> None:
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
         no_id = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
         inputs = Inputs(self._packed(no_id, no_id, UNCUT))
-        for read in self.read_together:
+        for read in self._joint_reads():
             inputs = Inputs(inputs.packed, read(inputs))
         for site in self._memory_sites():
             if site.memory_enabled:

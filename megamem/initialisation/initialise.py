@@ -69,8 +69,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
         case ["decoder", "layers", _, *_, "memory", own_name]:
             memory = _memory_called(name.rpartition(".")[0], model)
             return family_of(memory).distribution(own_name, memory, model)
-        case ["shared_read", own_name] if model.memory is not None:
-            return family_of(model.memory).distribution(own_name, model.memory, model)
+        case ["shared_read", own_name] if (together := model.memory_read_once) is not None:
+            return family_of(together).distribution(own_name, together, model)
         case ["banks", _, _]:
             return None
     raise AssertionError(f"no initial distribution is defined for the parameter {name}")

@@ -23,7 +23,7 @@ class BlockPlan:
         slots: slots of the memories that read in it: none, one, or one in attention and one outside of it.
         memories: indices of their memory layers.
         has_layer_norm: LayerNorm stands before attention, and not RMSNorm.
-        reads_once: its memory weighs what was read for all blocks of the chunk together.
+        reads_once: one of its memories weighs what was read for all blocks of the chunk together.
         queried: the earlier block whose normalised stream its memory outside of attention reads with; None: its own.
         lends_query: memories of later blocks read with its normalised stream.
     """
@@ -87,7 +87,7 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
             (*before.slots, slot),
             (*before.memories, index),
             has_layer_norm=slot.is_inserted and memory.placement.norm == "layer",
-            reads_once=memory.reads_once,
+            reads_once=before.reads_once or memory.reads_once,
             queried=before.queried if span.queried is None else span.queried,
             lends_query=span.read in lending,
         )

@@ -47,10 +47,9 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         site.register_forward_pre_hook(wait)
         site.memory.register_forward_pre_hook(wait)
     if model.shared_read is not None:
-        read = [
-            *model.shared_read.parameters(),
-            *(weight for bank in model.banks.values() for weight in bank.parameters()),
-        ]
+        numbers = {str(layer.view.bank) for layer in model.memory_layers if layer.memory.reads_once}
+        banks_read = (bank for number, bank in model.banks.items() if number in numbers)
+        read = [*model.shared_read.parameters(), *(weight for bank in banks_read for weight in bank.parameters())]
         model.shared_read.register_forward_pre_hook(_waiting_for(_parts(wrapped, read)))
     if model.chunked_loss is not None:
         model.chunked_loss.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.output_weight])))

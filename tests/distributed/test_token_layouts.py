@@ -124,6 +124,11 @@ KINDS: dict[str, MemoryConfig | None] = {
     "lave in blocks of learned keys": LaveConfig(**VALUES),
     "move in blocks of engram": MoveConfig(num_slots=2, **VALUES),
     "lave in blocks of stem": LaveConfig(**VALUES),
+    # What all blocks read once passes those that have another memory, or none.
+    "lave in blocks of residuals": LaveConfig(placement=PlacementConfig(blocks=(0, 1, 3)), **VALUES),
+    "tide in blocks of lave": TideConfig(
+        vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, placement=PlacementConfig(blocks=(1, 2))
+    ),
     "latents without a memory": None,
     "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
@@ -152,8 +157,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 4": {"pipeline": 4, "micro_batch_size": 2},
     HALOS: {"tensor": 2, "context": 2, "memory": 2, "recompute": "full"},
 }
-# These meet every axis, on two layouts that have all of them. The others differ from them in a gate, a projection or a place, and meet the axis that bears on
-# it: tensor-parallel ranks share their heads, and stages their tables.
+# These meet every axis, on two layouts that have all of them. The others differ from them in a gate, a projection or a
+# place, and meet the axis that bears on it: tensor-parallel ranks share their heads, and stages their tables.
 EVERYWHERE = (
     "move",
     "lave",
@@ -210,6 +215,8 @@ TRIED: dict[str, tuple[str, ...]] = {
         "latents, lave",
     ),
     FULL: (
+        "lave in blocks of residuals",
+        "tide in blocks of lave",
         "lave",
         "tide",
         "stem",
@@ -223,12 +230,11 @@ TRIED: dict[str, tuple[str, ...]] = {
         "mome by n-grams, routed by values",
         "value n-grams, one head of two, documents apart",
         "move, ungated",
-        "latents, of queries too, move",
         "latents, move, no rotary columns",
         "latents, lave",
         "latents, engram",
-        "engram beside experts",
         "lave in blocks of learned keys",
+        "lave in blocks of residuals",
         "move in blocks of engram",
     ),
     "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
@@ -241,6 +247,8 @@ TRIED: dict[str, tuple[str, ...]] = {
         "engram, ple",
         "engram, documents apart",
         "engram beside experts",
+        "lave in blocks of residuals",
+        "tide in blocks of lave",
         "engram beside learned keys, experts",
         "move in blocks of engram",
     ),
@@ -267,7 +275,9 @@ def config_of(kind: str) -> RunConfig:
         free = tuple(sorted({0, 1, 2, 3} - set(memory.placement.blocks or ())))[:2]
         second, memory = memory, replace(MEMORY, placement=PlacementConfig(blocks=free))
     if "in blocks of" in kind:
-        second, memory = memory, {"engram": NGRAMS, "stem": KINDS["stem"]}.get(kind.split()[-1], MEMORY)
+        residuals = replace(KINDS["residual n-grams"], placement=PlacementConfig(blocks=(0, 2, 3)))
+        others = {"engram": NGRAMS, "stem": KINDS["stem"], "residuals": residuals, "lave": LaveConfig(**VALUES)}
+        second, memory = memory, others.get(kind.split()[-1], MEMORY)
     return replace(SHARED, model=replace(model, memory=memory, second_memory=second), optimizer=optimizer, data=data)
 
 

@@ -170,6 +170,15 @@ SUMMED_ROWS = replace(
         ),
     ),
 )
+# Beside values that every block mixes by itself.
+SUMMED_AND_MIXED = replace(
+    SUMMED_ROWS,
+    model=replace(
+        SUMMED_ROWS.model,
+        memory=LaveConfig(vocab_size=1024, value_dim=256, num_gate_heads=8),
+        second_memory=SUMMED_ROWS.model.memory,
+    ),
+)
 # Hidden states look back across the cuts of both axes, which no other model's do.
 LOOKING_BACK = replace(
     SPLIT,
@@ -253,6 +262,7 @@ CONFIGS = {
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
     "summed rows": SUMMED_ROWS,
+    "summed rows, and values": SUMMED_AND_MIXED,
     "up-projections": UP_PROJECTIONS,
     "up-projections, recomputed": replace(UP_PROJECTIONS, train=SPLIT.train),
     "chosen rows": CHOSEN_ROWS,

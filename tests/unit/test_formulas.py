@@ -123,6 +123,13 @@ MODELS = {
             value_dim=20, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=20, signs="ids")
         ),
     ),
+    "lave and residual n-grams": replace(
+        DENSE,
+        memory=LaveConfig(value_dim=DENSE.query_groups * DENSE.attention_head_dim, num_gate_heads=1),
+        second_memory=ResidualNgramsConfig(
+            value_dim=20, address=NgramAddressConfig(num_rows=20), placement=PlacementConfig(blocks=(1,))
+        ),
+    ),
     "residual n-grams without signs, every second block": replace(
         DENSE,
         memory=ResidualNgramsConfig(
@@ -313,7 +320,8 @@ def _count_forward(chunk: Any) -> tuple[float, float, float]:
             read=counted(layer.lookup.read, row_bytes), read_heads=counted(layer.lookup.read_heads, row_bytes)
         )
     for together in chunk.read_together:
-        row_bytes = sum(table.shape[1] * table.element_size() for table in chunk.banks["0"].parameters())
+        (bank,) = {layer.view.bank for layer in chunk.memory_layers if layer.memory.reads_once}
+        row_bytes = sum(table.shape[1] * table.element_size() for table in chunk.banks[str(bank)].parameters())
         together.lookup = SimpleNamespace(read=counted(together.lookup.read, row_bytes))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         chunk(ids, torch.arange(8).expand(2, -1), None)

@@ -254,7 +254,9 @@ def _token_settings(memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> 
         "address": None if memory.address is None else _address_settings(memory.address),
         "num_gate_heads": memory.lookup.scores,
         "reads_once": memory.reads_once,
-        "shared_weights": {name: list(info.shape) for name, info in shared_weights(tensors).items()},
+        "shared_weights": {name: list(info.shape) for name, info in shared_weights(tensors).items()}
+        if memory.reads_once
+        else {},
     }
 
 

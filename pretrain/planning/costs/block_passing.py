@@ -61,21 +61,22 @@ def block_passing(
         backbone.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     moments: list[dict[MemoryPart, float]] = [{}]
     on_memory_stream = on_gradient_stream = 0.0
-    memory = model.memory
-    if memory is not None and stage.reads_before_blocks and stage.backward.memories:
-        # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
-        shared = tokens * memory.lookup.bins * memory.width("values") * element
-        gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
-        whole = config.train.recompute == "full"
-        moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
-    elif stage.families and stage.backward.memories:
-        for family in stage.families:
+    together = [family.memory for family in stage.families if family.memory.reads_once]
+    apart = [family for family in stage.families if not family.memory.reads_once]
+    if apart and stage.backward.memories:
+        for family in apart:
             moments += _moments(config, family, tokens, kept)
             on_gradient_stream = max(on_gradient_stream, _sort_bytes(config, family, tokens))
         operands = under_way.get(MemoryPart.EXCHANGE, 0.0)
         on_memory_stream = max(0.0, *(total(moment) + operands for moment in moments))
         moments = [merged(moment, under_way) for moment in moments]
         moments.append({MemoryPart.MEMORY: on_gradient_stream})
+    for memory in together if stage.backward.memories else ():
+        # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
+        shared = tokens * memory.lookup.bins * memory.width("values") * element
+        gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
+        whole = config.train.recompute == "full"
+        moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
     return Passing(
         # The gradient that goes down the residual stream, and what a part adds to it.
         {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element},

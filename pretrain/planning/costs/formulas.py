@@ -90,7 +90,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
         multi_token=model.num_branch_blocks * (_plain_block(model) + branch_projection(model) + branch_norms(model)),
         retrieval=own.retrieval,
-        memory_projections=own.projections + _shared_parameters(model),
+        memory_projections=own.projections + shared_parameters(model),
         tables=sum(bank.num_rows * model.family_of_bank(bank.index).row_width for bank in plan.banks),
         read_values=sum(_read_values(model, memory) for memory in model.memories),
         experts=experts,
@@ -118,9 +118,10 @@ def _attention_products(model: ModelConfig) -> int:
     return sum_over_blocks(model, partial(attention_weights, model))
 
 
-def _shared_parameters(model: ModelConfig) -> int:
-    """Parameters of the read that all memory layers share, besides the table."""
-    return family_of(model.memory).shared_parameters(model.memory, model.hidden_size) if model.memory is not None else 0
+def shared_parameters(model: ModelConfig) -> int:
+    """Parameters of the read that all memory layers of a family share, besides the table."""
+    memory = model.memory_read_once
+    return 0 if memory is None else family_of(memory).shared_parameters(memory, model.hidden_size)
 
 
 def _embedding_size(model: ModelConfig) -> int:

@@ -19,6 +19,7 @@ from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection
+from pretrain.planning.costs.formulas import shared_parameters
 from pretrain.planning.costs.matrices import HiddenMatrices
 
 
@@ -132,7 +133,6 @@ class Stage:
         table_elements: elements of tables.
         expert_weights: weights of experts.
         families: memory layers, by their family.
-        reads_before_blocks: True if layers read together, before the first block of their chunk: by token ids alone.
         trained: weights that are trained.
         trained_banks: banks with trained tables, in the order in which forward reads them.
         branch_blocks: blocks of a branch that predicts further tokens.
@@ -149,7 +149,6 @@ class Stage:
     table_elements: int
     expert_weights: int
     families: tuple[FamilyInStage, ...]
-    reads_before_blocks: bool
     trained: TrainedWeights
     trained_banks: tuple[BankInStage, ...]
     branch_blocks: int
@@ -201,7 +200,6 @@ def _stages(part: TrainedPart, pipeline: int, virtual: int, layout: str | None) 
 
 def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     model = part.model
-    memory = model.memory
     blocks = [block for chunk in chunks for block in chunk.layers]
     indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
     layers = [model.memory_layers[index] for index in indices]
@@ -219,16 +217,9 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     whole += costs.retrieval + costs.projections - costs.split_by_heads
     families = tuple(_family(part, each, layers) for each in model.memories)
     families = tuple(family for family in families if family.layers)
-    reads_before_blocks = memory is not None and memory.reads_once
-    if memory is not None and reads_before_blocks and layers:
-        # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
-        reading = {span.read for span in model.memory_spans}
-        (family,) = families
-        lookups = family.lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
-        # Token ids have no gradient: there is one of the table alone.
-        backward_lookups = lookups if part.trains(reading) else ()
-        families = (replace(family, lookups=lookups, backward_lookups=backward_lookups),)
-        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    if any(family.memory.reads_once for family in families):
+        families = tuple(_reading_once(part, family, chunks) for family in families)
+        whole += shared_parameters(model)
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     if part.is_whole:
@@ -248,7 +239,6 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         table_elements=tables,
         expert_weights=experts,
         families=families,
-        reads_before_blocks=reads_before_blocks,
         trained=trained,
         trained_banks=_trained_banks(part, chunks, indices),
         branch_blocks=len(branch),
@@ -268,6 +258,16 @@ def _family(part: TrainedPart, memory: MemoryConfig, layers: Sequence[PlacedMemo
         tuple(layer.view.num_bank_rows for layer in own if layer.span.read >= part.first_block),
         sum(layer.view.num_rows / max(1, layer.view.num_bank_rows) for layer in own) / max(1, len(own)),
     )
+
+
+def _reading_once(part: TrainedPart, family: FamilyInStage, chunks: Sequence[ModelChunk]) -> FamilyInStage:
+    """The family with a lookup of each chunk that has a layer of it, if its layers read together."""
+    if not family.memory.reads_once:
+        return family
+    reading = {layer.span.read for layer in part.model.memory_layers if layer.memory.kind == family.memory.kind}
+    lookups = family.lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
+    # Token ids have no gradient: there is one of the table alone.
+    return replace(family, lookups=lookups, backward_lookups=lookups if part.trains(reading) else ())
 
 
 def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequence[int]) -> tuple[BankInStage, ...]:
@@ -309,16 +309,16 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
 
 def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights:
     """Trained weights of a stage with these blocks, in a model of which only some blocks are trained."""
-    model, memory = part.model, part.model.memory
+    model = part.model
     trained = [block for block in blocks if part.trains({block})]
     split, whole, experts = _blocks_weights(model, trained)
     read = [(layer.span.read, layer) for layer in model.memory_layers]
     costs = sum((_costs(model, layer) for block, layer in read if block in trained), LayerCosts())
     split += costs.split_by_heads
     whole += costs.retrieval + costs.projections - costs.split_by_heads
-    reads_here = any(block in blocks for block, _ in read)
-    if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
-        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    once = [block for block, layer in read if layer.memory.reads_once]
+    if any(block in blocks for block in once) and part.trains(once):
+        whole += shared_parameters(model)
     banks = {layer.view.bank for block, layer in read if block in blocks}
     tables = [model.memory_plan.banks[bank] for bank in banks]
     elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))

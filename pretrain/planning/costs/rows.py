@@ -76,8 +76,8 @@ class RowSeconds:
 def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware) -> RowSeconds:
     """Seconds of a stage's lookups of one microbatch, with `tokens` on a rank; recomputation repeats forward."""
     total = RowSeconds()
-    again = config.train.recompute == "full" and not stage.reads_before_blocks
     for family in stage.families:
+        again = config.train.recompute == "full" and not family.memory.reads_once
         num_entries = _entries(config, family, tokens)
         for bank_rows, number in Counter(family.lookups).items():
             total += number * _forward(config, family, bank_rows, num_entries, hardware)

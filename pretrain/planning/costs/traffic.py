@@ -181,7 +181,7 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
         for rows, number in Counter(family.backward_lookups).items():
             again, back = ways_of(family.memory, rows)
             backward += number * back
-            if config.train.recompute == "full" and not stage.reads_before_blocks:
+            if config.train.recompute == "full" and not family.memory.reads_once:
                 forward += number * again
     return forward, backward
 

@@ -13,6 +13,7 @@ from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
@@ -88,7 +89,20 @@ def test_a_block_may_have_one_memory_in_attention_and_one_outside_of_it() -> Non
             {"memory": EMBEDDINGS, "second_memory": MoveConfig(**TOKENS)},
             "both have a layer in block 0, which has room for one in attention and one outside of it",
         ),
-        ({"memory": TideConfig(vocab_size=61, value_dim=32)}, "model.memory.kind is tide"),
+        (
+            {
+                "memory": TideConfig(vocab_size=61, value_dim=32, placement=PlacementConfig(blocks=(0,))),
+                "second_memory": ResidualNgramsConfig(value_dim=32, placement=PlacementConfig(blocks=(1,))),
+            },
+            "model.memory.kind is tide and model.second_memory.kind residual_ngrams, and layers of both read their tables together",
+        ),
+        (
+            {
+                "memory": replace(LEARNED, placement=PlacementConfig(blocks=(1, 3), query_group=2)),
+                "second_memory": TideConfig(vocab_size=61, value_dim=32, placement=PlacementConfig(blocks=(0,))),
+            },
+            "blocks hand on what layers of kind tide have read together, and nothing else: set query_group: 1",
+        ),
         ({"memory": StemConfig(vocab_size=61), "second_memory": LEARNED}, "both have a layer in block 1"),
         (
             {"second_memory": MidusConfig(num_heads=4, num_keys=32, placement=PlacementConfig(blocks=(0,)))},

@@ -6,7 +6,7 @@ Legend: b sequences, s tokens of each, D hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -202,14 +202,15 @@ class MegamemBlock(GradientCheckpointingLayer):
                 recent = tokens.ngrams.paged or recent_tokens(cache, self.num_blocks)
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
             if isinstance(memory, MegamemNgramEmbedding) and tokens.rows is not None:
-                h = memory(h, tokens.rows.addresses, banks[memory.layer["bank"]])
+                h = memory(h, tokens.rows.of(memory.memory), banks[memory.layer["bank"]])
             if isinstance(memory, MegamemWeightedRows) and tokens.rows is not None:
                 h = memory(h, tokens.rows.shared)
             if (
                 isinstance(memory, (MegamemMixedValues, MegamemValueNgrams, MegamemChosenRows))
                 and tokens.rows is not None
             ):
-                kwargs["mix"] = partial(memory, addresses=tokens.rows.addresses, look_up=banks[memory.layer["bank"]])
+                addresses = tokens.rows.of(memory.memory)
+                kwargs["mix"] = partial(memory, addresses=addresses, look_up=banks[memory.layer["bank"]])
         attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
         # Such a kind is the only one of its model.
         if self.inserted and isinstance(self.memory, MegamemMemory):
@@ -228,7 +229,7 @@ class MegamemBlock(GradientCheckpointingLayer):
             if isinstance(memory, MegamemTokenMixture) and tokens.rows is not None:
                 outputs.append(memory(normal, tokens.rows.shared))
             if isinstance(memory, MegamemTokenFeedForward) and tokens.rows is not None:
-                outputs.append(memory(normal, tokens.rows.addresses, banks[memory.layer["bank"]]))
+                outputs.append(memory(normal, tokens.rows.of(memory.memory), banks[memory.layer["bank"]]))
             if isinstance(memory, MegamemMemory):
                 output = memory(normal if query is None else query, banks[memory.layer["bank"]])
                 if self.is_added_later:
@@ -332,16 +333,17 @@ class MegamemModel(MegamemPreTrainedModel):
         self.queried = {x["block"]: x["queried"] for x in layers if x["queried"] < x["block"]}
         banks = [(number, memory) for memory in config.memories for number in banks_of(memory)]
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, memory, number) for number, memory in banks})
-        by_scoring = {memory["scoring"]: memory for memory in config.memories}
-        by_ids = by_scoring.get("tokens")
-        self.reads_rows = by_ids is not None
+        addressed = [memory for memory in config.memories if memory["scoring"] == "tokens"]
+        self.reads_rows = bool(addressed)
         # Hashes that are addresses of rows, in place of ids. One kind of memory alone looks back.
-        self.address = None if by_ids is None else by_ids.get("address")
+        self.address = next((memory["address"] for memory in addressed if memory.get("address") is not None), None)
+        by_scoring = {memory["scoring"]: memory for memory in config.memories}
         self.by_ngrams = by_scoring.get("ngrams", self.address)
-        self.shared_read = None
-        if by_ids is not None and by_ids["reads_once"]:
-            at_entry = by_ids["layers"][0]["slot"] == "entry"
-            self.shared_read = MegamemSummedRows(by_ids) if at_entry else MegamemSharedRead(config, by_ids)
+        self.shared_read, self.bank_read_once = None, 0
+        for together in (memory for memory in addressed if memory["reads_once"]):
+            at_entry = together["layers"][0]["slot"] == "entry"
+            self.shared_read = MegamemSummedRows(together) if at_entry else MegamemSharedRead(config, together)
+            self.bank_read_once = together["layers"][0]["bank"]
         self.pages = MegamemPages()
         self.post_init()
 
@@ -441,11 +443,13 @@ class MegamemModel(MegamemPreTrainedModel):
             ngrams = self._ngrams(input_ids, self.by_ngrams, position_ids, mask, cache)
         if not self.reads_rows:
             return Tokens(ngrams)
-        addresses = input_ids.unsqueeze(0)
+        rows = TokenRows(input_ids.unsqueeze(0))
         if ngrams is not None and self.address is not None:
-            addresses = hashed(ngrams, self.address)
-        shared = None if self.shared_read is None else self.shared_read(addresses, h, banks[0])
-        return Tokens(ngrams, TokenRows(addresses, shared))
+            rows = replace(rows, hashed=hashed(ngrams, self.address))
+        if self.shared_read is not None:
+            read = self.shared_read(rows.of(self.shared_read.memory), h, banks[self.bank_read_once])
+            rows = replace(rows, shared=read)
+        return Tokens(ngrams, rows)
 
     def _ngrams(
         self,

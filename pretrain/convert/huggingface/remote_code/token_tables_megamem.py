@@ -33,15 +33,23 @@ class TokenRows:
     """The tokens, as memories read them that they address.
 
     Attributes:
-        addresses: [A, b, s], or [2 A, b, s] with the patterns of their signs.
+        ids: [1, b, s].
+        hashed: [A, b, s], addresses by n-grams, or [2 A, b, s] with the patterns of their signs; None: no kind has them.
         shared: [b, s, A M, D], the normalised rows, or [b, s, V], the sum of rows, where all blocks read the same; else None.
     """
 
-    addresses: Tensor
+    ids: Tensor
+    hashed: Tensor | None = None
     shared: Tensor | None = None
 
+    def of(self, memory: dict[str, Any]) -> Tensor:
+        """[A, b, s] or [2 A, b, s], the addresses of a kind."""
+        # Folders of earlier versions have ids alone.
+        return self.ids if memory.get("address") is None or self.hashed is None else self.hashed
+
     def to(self, device: torch.device) -> TokenRows:
-        return TokenRows(self.addresses.to(device), None if self.shared is None else self.shared.to(device))
+        hashed, shared = (None if part is None else part.to(device) for part in (self.hashed, self.shared))
+        return TokenRows(self.ids.to(device), hashed, shared)
 
 
 def rows_of(addresses: Tensor, memory: dict[str, Any]) -> Tensor:
