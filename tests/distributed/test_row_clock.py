@@ -1,6 +1,6 @@
 """Rows by their own clock (`optimizer.row_clock: reads`): one rank's run on other layouts, in files and after a resume.
 
-Their formula is in `tests/unit/test_row_clock.py`.
+Their formula is in `tests/unit/test_row_clock_golden.py`.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ ELSEWHERE = {
     "mome_tokens",
     "move_bigrams",
     "published_addresses",
-    # In `test_row_clock`.
+    # In `test_row_clock_golden`.
     "row_wise_updates",
     "value_ngrams_documents_isolated",
     "value_ngrams_gated",
