@@ -34,7 +34,7 @@ class SummedRows(SharedRead):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """[t, b, V] for the tokens of `inputs` [t, b]."""
-        # No other family is in the model, so the addresses are the first.
+        # One family of a model has n-grams, so its addresses are the first.
         return summed(self.lookup, inputs, self.memory, self.patterns, self.config.params_dtype)
 
 
