@@ -65,6 +65,9 @@ _KILL_PATIENCE_S = 10.0
 # the launcher and from whoever started that. The same signal within so many seconds is a copy of the first.
 _SAME_REQUEST_S = 1.0
 
+# A wait in C that begins just after a signal came does not see it; Python calls the handler when it ends.
+_SIGNAL_PATIENCE_S = 1.0
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -161,7 +164,8 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> Launc
         for number in handlers:
             signal.signal(number, send)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        wait([verdict, supervisor.sentinel])
+        while not wait([verdict, supervisor.sentinel], timeout=_SIGNAL_PATIENCE_S):
+            pass
         if not verdict.poll():
             return LaunchError("the process that watches over the ranks died before they did: start again")
         error: LaunchError | None = verdict.recv()
