@@ -247,7 +247,7 @@ class ModelConfig(Config):
                 "model.memory.placement, or choose another family"
             )
         for key, each in (("memory", memory), ("second_memory", second)):
-            if not each.stands_beside_others:
+            if each.is_inserted:
                 raise ValueError(
                     f"model.{key}.kind is {each.kind}, whose layers are inserted blocks: such a family is the only one of "
                     "its model, leave out model.second_memory"
@@ -263,7 +263,7 @@ class ModelConfig(Config):
                 f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}, and layers of both read their "
                 "tables together, of which a model has those of one family: choose another one"
             )
-        together = next((each for each in (memory, second) if each.reads_once), None)
+        together = self.memory_read_once
         handing_on = [each for each in (memory, second) if each.placement.hands_on]
         if together is not None and handing_on:
             raise ValueError(

@@ -243,11 +243,6 @@ class MemoryConfig(Config, ABC):
         return self.placement.spans is None and self.placement.position == "inserted"
 
     @property
-    def stands_beside_others(self) -> bool:
-        """True if a model may have layers of another family, too."""
-        return not self.is_inserted
-
-    @property
     def placement_keys(self) -> tuple[str, ...]:
         """Keys of `placement` that are read, besides those that name blocks."""
         around = ("spans", "position") if self.slot is None else ()

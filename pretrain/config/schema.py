@@ -136,8 +136,8 @@ class TrainConfig(Config):
     in a fixed order, which takes longer. On CPUs that is always so."""
     apex: tuple[ApexPart, ...] = ()
     """Parts of a step that NVIDIA's Apex computes, where it is installed with their extensions. norms: those of the backbone;
-    weight_gradients: of the backbone's linears, which their products add to the fp32 sums at once; adamw: of all groups
-    that AdamW updates on the device. See docs/megatron.md."""
+    weight_gradients: gradients of the backbone's linears, whose products are added to the fp32 sums at once; adamw: the
+    update of all groups that AdamW has on the device. See docs/megatron.md."""
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps without an update (for a non-finite loss or gradient, or a spike) after which the run stops."""
     cuda_graph: Literal["none", "microbatch"] = "none"

@@ -61,9 +61,10 @@ def block_passing(
         backbone.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     moments: list[dict[MemoryPart, float]] = [{}]
     on_memory_stream = on_gradient_stream = 0.0
-    together = [family.memory for family in stage.families if family.memory.reads_once]
-    apart = [family for family in stage.families if not family.memory.reads_once]
-    if apart and stage.backward.memories:
+    reading = stage.families if stage.backward.memories else ()
+    together = [family.memory for family in reading if family.memory.reads_once]
+    apart = [family for family in reading if not family.memory.reads_once]
+    if apart:
         for family in apart:
             moments += _moments(config, family, tokens, kept)
             on_gradient_stream = max(on_gradient_stream, _sort_bytes(config, family, tokens))
@@ -71,7 +72,7 @@ def block_passing(
         on_memory_stream = max(0.0, *(total(moment) + operands for moment in moments))
         moments = [merged(moment, under_way) for moment in moments]
         moments.append({MemoryPart.MEMORY: on_gradient_stream})
-    for memory in together if stage.backward.memories else ():
+    for memory in together:
         # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
         shared = tokens * memory.lookup.bins * memory.width("values") * element
         gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
