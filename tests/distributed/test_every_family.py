@@ -308,6 +308,7 @@ class Asked:
         steps: one of every set of parameters.
         miscounted: by the formula and as built, where these differ.
         misdeclared: models whose hidden matrices are others than the formulas list.
+        unswitched: models that a switched-off memory leaves as they were, or that its tables still reach.
     """
 
     unread: list[tuple[str, Any]] = field(default_factory=list)
@@ -315,6 +316,7 @@ class Asked:
     steps: list[Step] = field(default_factory=list)
     miscounted: list[tuple[int, int]] = field(default_factory=list)
     misdeclared: list[RunConfig] = field(default_factory=list)
+    unswitched: list[RunConfig] = field(default_factory=list)
 
 
 def fill_empty_tables(chunk: MemoryGPTModel) -> None:
@@ -324,6 +326,31 @@ def fill_empty_tables(chunk: MemoryGPTModel) -> None:
         if not table.any():
             with torch.no_grad():
                 table.normal_(generator=generator)
+
+
+@torch.no_grad()
+def logits_of(chunk: MemoryGPTModel) -> Tensor:
+    ids = torch.arange(16).view(2, 8) % 11
+    logits: Tensor = chunk(ids, torch.arange(8).expand(2, -1), None)
+    return logits
+
+
+def obeys_switch(chunk: MemoryGPTModel) -> bool:
+    """True if the memory counts, and nothing of its tables once it is off."""
+    tables = [table for bank in chunk.own_banks for table in bank.parameters()]
+    kept = [table.detach().clone() for table in tables]
+    read = logits_of(chunk)
+    chunk.set_memory_enabled(False)
+    unread = logits_of(chunk)
+    with torch.no_grad():
+        for table in tables:
+            table.neg_().add_(1)
+    still_unread = logits_of(chunk)
+    chunk.set_memory_enabled(True)
+    with torch.no_grad():
+        for table, weights in zip(tables, kept, strict=True):
+            table.copy_(weights)
+    return torch.equal(unread, still_unread) and not torch.equal(read, unread)
 
 
 def ask(kind: str, groups: ParallelGroups) -> Asked:
@@ -349,9 +376,7 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
 
     @cache
     def outputs(config: RunConfig) -> dict[str, Tensor]:
-        ids = torch.arange(16).view(2, 8) % 11
-        with torch.no_grad():
-            return {"logits": built(config)(ids, torch.arange(8).expand(2, -1), None)}
+        return {"logits": logits_of(built(config))}
 
     @cache
     def gradients(config: RunConfig) -> dict[str, Tensor]:
@@ -378,6 +403,7 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
         else:
             (asked.untold if is_read_anywhere else asked.unread).append((key, values))
     asked.steps = [first_step(model, groups) for model in kinds.values()]
+    asked.unswitched = [model for model in kinds.values() if not obeys_switch(built(model))]
     return asked
 
 
@@ -396,6 +422,11 @@ def test_every_key_tells(asked: dict[str, Asked], kind: str) -> None:
     """Another value makes other weights, other outputs, or other gradients."""
     assert asked[kind].untold == []
     assert {key for key, _ in asked[kind].unread} <= UNREAD
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_memory_can_be_switched_off(asked: dict[str, Asked], kind: str) -> None:
+    assert asked[kind].unswitched == []
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -120,6 +120,7 @@ def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
         "tests.mutants.reach_plugin",
         "-p",
         "no:cacheprovider",
+        *("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"),
         *(tests or ("tests", "lab/tests")),
     ]
     code = subprocess.run(command, cwd=root, env={**os.environ, "MEGAMEM_REACH": str(raw)}).returncode

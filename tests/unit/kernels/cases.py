@@ -62,10 +62,12 @@ class Case(NamedTuple):
 
 
 def fitting(kernels: Kernels, shape: Shape) -> Shape:
-    """The shape with two tokens for Triton's interpreter, which takes 20 ms per entry; its kernels make no chunks of
-    tokens.
+    """The shape with two tokens for Triton's interpreter, which takes 20 ms per entry, as its kernels make no chunks of
+    tokens; and with 11 columns per group at most, which are two of a test's tiles (`tests.small_chunks.TILES`).
     """
-    return replace(shape, tokens=min(shape.tokens, 2)) if is_interpreted(kernels) else shape
+    if not is_interpreted(kernels):
+        return shape
+    return replace(shape, tokens=min(shape.tokens, 2), width=min(shape.width, 11 * shape.groups))
 
 
 def is_interpreted(kernels: Kernels) -> bool:

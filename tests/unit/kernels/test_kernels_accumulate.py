@@ -21,7 +21,8 @@ def test_segment_accumulate_equals_its_twin(
     kernels: Kernels, shape: Shape, dtype: torch.dtype, accumulator_dtype: torch.dtype
 ) -> None:
     """To the bit; Triton for rows that are read no more often than its blocks are long, as all are here."""
-    c = draw(fitting(kernels, shape), dtype)
+    shape = fitting(kernels, shape)
+    c = draw(shape, dtype)
     start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).to(accumulator_dtype)
     actual, reference = start.clone(), start.clone()
     kernels.segment_accumulate(actual, c.ids, c.coef, c.x)
@@ -48,7 +49,8 @@ def test_accumulation_of_blocks_equals_its_twin(kernels: Kernels, shape: Shape, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_bf16_accumulator_is_rounded_as_its_twin_is(kernels: Kernels, shape: Shape, dtype: torch.dtype) -> None:
     """To the bit, as one of the two numbers beside the sum in fp32."""
-    c = draw(fitting(kernels, shape), dtype)
+    shape = fitting(kernels, shape)
+    c = draw(shape, dtype)
     start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).bfloat16()
     rounding = Rounding(2**62 + 5, first_row=7, first_column=3)
     actual, reference, sums = start.clone(), start.clone(), start.float()
@@ -93,9 +95,8 @@ def test_segment_accumulate_of_no_tokens_changes_nothing(kernels: Kernels) -> No
 
 def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
     """All tokens on one row: the longest run that a segment can have."""
-    reads, width = 16, 32
-    shape = fitting(kernels, Shape(rows=3, tokens=64, reads=reads, groups=2, width=width))
-    tokens = shape.tokens
+    shape = fitting(kernels, Shape(rows=3, tokens=64, reads=16, groups=2, width=32))
+    tokens, reads, width = shape.tokens, shape.reads, shape.width
     c = draw(shape, torch.float32)
     ids = torch.ones(tokens, reads, dtype=torch.int64)
     gradient = table_gradient(c.table, ids, c.coef, c.x, accumulate=kernels.segment_accumulate)
@@ -111,7 +112,7 @@ def test_long_runs_are_added_up_in_pieces(kernels: Kernels, monkeypatch: pytest.
     if kernels.implementations["segment_accumulate"] == "triton":
         monkeypatch.setattr("kernels.segment_accumulate.triton_op.BLOCK", block)
     for rows, seed in ((1, 0), (2, 1), (5, 2), (40, 3)):
-        c = draw(Shape(rows=rows, tokens=11, reads=9, groups=1, width=8), seed=seed)
+        c = draw(Shape(rows=rows, tokens=11, reads=9, groups=1, width=11), seed=seed)
         ids = c.ids.clone()
         ids[2:7] = rows // 2
         actual, reference = torch.zeros_like(c.table), torch.zeros_like(c.table)

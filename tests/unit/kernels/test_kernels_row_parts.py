@@ -33,7 +33,8 @@ def test_entries_of_rows_that_others_hold_are_passed_over(
     """To the bit what masks would make of them, whatever their coefficients are; likewise by the twins."""
     if is_interpreted(kernels) and (shape, dtype, num_bins) not in INTERPRETED:
         pytest.skip("Triton's interpreter takes seconds: a shape of each kind does")
-    c = draw(fitting(kernels, shape), dtype)
+    shape = fitting(kernels, shape)
+    c = draw(shape, dtype)
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(-shape.rows, 2 * shape.rows, c.ids.shape, generator=g, dtype=torch.int32)
     # Both ends of the table, and what is next to them; a token without a row of its own.
