@@ -19,11 +19,9 @@ def _settle_process() -> None:
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
     from parallel.machine.devices import keep_cuda_out_of_this_process
-    from parallel.machine.scheduling import finish_turns
 
-    # Ranks are forked from this process, commands are started by it.
+    # Ranks are forked from this process.
     keep_cuda_out_of_this_process()
-    finish_turns()
     # Not at the top of the file: the variables have to be there before torch is loaded.
     import torch
 

@@ -22,7 +22,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.machine.cpu import cuda_on_cpu, one_group_per_ranks
 from parallel.machine.devices import gpu_of
-from parallel.machine.scheduling import finish_turns
 from parallel.processes.failure_watch import failures_shared
 from parallel.processes.ranks import RankEnvironment, said_by_variables_alone
 
@@ -144,7 +143,6 @@ def parallel_context(
             device = torch.device("cuda", gpu_of(ranks.local_rank, torch.cuda.device_count()))
             torch.cuda.set_device(device)
         else:
-            finish_turns()
             stack.enter_context(cuda_on_cpu())
         # Without `device_id`: with it, every one of the hundreds of groups would be split off the world by all ranks at
         # once, instead of being connected by its members when it is first used, and messages between stages that are
