@@ -44,24 +44,47 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# By which transformers knows whose tensors they are.
+_METADATA = {"format": "pt"}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Elements as whole numbers of their size: numpy knows no bfloat16.
 _BITS = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Place of a tensor's bytes."""
+class TensorPlace:
+    """Place of a tensor's bytes.
+
+    Attributes:
+        path: the file.
+        start: first byte in it.
+        info: shape and dtype; elements lie in row-major order.
+    """
 
     path: Path
     start: int
     info: TensorInfo
 
 
+@dataclass(frozen=True)
+class FileHeader:
+    """Header of a file.
+
+    Attributes:
+        content: bytes before those of the tensors.
+        places: places of the tensors, by name.
+        metadata: texts that the writer added, by name.
+    """
+
+    content: bytes
+    places: Mapping[str, TensorPlace]
+    metadata: Mapping[str, str]
+
+
 class SafetensorsReader:
     """A `TensorReader` of safetensors files. Files are mapped into memory: a read touches only what it copies."""
 
-    def __init__(self, places: Mapping[str, _Place]) -> None:
+    def __init__(self, places: Mapping[str, TensorPlace]) -> None:
         self._places = places
         self._tensors = {name: place.info for name, place in places.items()}
 
@@ -69,6 +92,10 @@ class SafetensorsReader:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Shapes and dtypes of the tensors, by name."""
         return self._tensors
+
+    def place(self, name: str) -> TensorPlace:
+        """Place of a tensor."""
+        return self._places[name]
 
     def read(self, region: Region) -> Tensor:
         """See `TensorReader.read`."""
@@ -103,17 +130,17 @@ def open_safetensors(folder: Path) -> SafetensorsReader:
             raise CheckpointError(
                 f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: give a folder with weights in safetensors files"
             )
-        return SafetensorsReader(_read_header(folder / SINGLE_FILE))
+        return SafetensorsReader(read_header(folder / SINGLE_FILE).places)
     by_file: dict[str, set[str]] = {}
     for name, file in _read_index(index).items():
         by_file.setdefault(file, set()).add(name)
-    places: dict[str, _Place] = {}
+    places: dict[str, TensorPlace] = {}
     for file, names in sorted(by_file.items()):
-        found = _read_header(folder / file)
+        found = read_header(folder / file).places
         if found.keys() != names:
             odd = sorted(found.keys() ^ names)[0]
             raise CheckpointError(f"{index} and {file} do not agree on where {odd} is: copy the folder again")
-        places |= found
+        places.update(found)
     return SafetensorsReader(places)
 
 
@@ -131,8 +158,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return names
 
 
-def _read_header(path: Path) -> dict[str, _Place]:
-    """The tensors of one file.
+def read_header(path: Path) -> FileHeader:
+    """Read the header of one file.
 
     Raises:
         CheckpointError: the file is no safetensors file, or its header does not fit it.
@@ -144,10 +171,11 @@ def _read_header(path: Path) -> dict[str, _Place]:
             num_bytes = struct.unpack("<Q", first)[0] if len(first) == 8 else size
             if num_bytes > min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(f"{path} is damaged: its header cannot be {num_bytes} bytes long")
-            header = _parse(stream.read(num_bytes), path)
+            content = stream.read(num_bytes)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    header.pop("__metadata__", None)
+    header = _parse(content, path)
+    metadata = header.pop("__metadata__", None)
     begin = 8 + num_bytes
     spans = {name: _checked(name, entry, path) for name, entry in header.items()}
     end = 0
@@ -157,7 +185,9 @@ def _read_header(path: Path) -> dict[str, _Place]:
         end = stop
     if begin + end != size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header describes {begin + end}")
-    return {name: _Place(path, begin + start, info) for name, (start, _, info) in spans.items()}
+    places = {name: TensorPlace(path, begin + start, info) for name, (start, _, info) in spans.items()}
+    texts = metadata if isinstance(metadata, dict) and all(isinstance(each, str) for each in metadata.values()) else {}
+    return FileHeader(first + content, places, texts)
 
 
 def _checked(name: str, entry: Any, path: Path) -> tuple[int, int, TensorInfo]:
@@ -212,7 +242,7 @@ class SafetensorsFile:
 
     def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
         """See `OutputFile`."""
-        header, ordered = _header(self.tensors)
+        header, ordered = made_header(self.tensors, _METADATA)
         with path.open("xb") as stream:
             stream.write(header)
             for name, info in ordered:
@@ -244,14 +274,16 @@ def _file_names(number: int) -> list[str]:
     return [f"model-{index:05d}-of-{number:05d}.safetensors" for index in range(1, number + 1)]
 
 
-def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, list[tuple[str, TensorInfo]]]:
+def made_header(
+    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+) -> tuple[bytes, list[tuple[str, TensorInfo]]]:
     """A file's bytes before its tensors, and its tensors in their order.
 
     By falling alignment, so that every tensor starts at a multiple of its element's size.
     """
     ordered = sorted(infos.items(), key=lambda item: -item[1].dtype.itemsize)
     ends = list(itertools.accumulate(info.num_bytes for _, info in ordered))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     for (name, info), start, stop in zip(ordered, [0, *ends], ends, strict=False):
         entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
     text = json.dumps(entries, separators=(",", ":")).encode()

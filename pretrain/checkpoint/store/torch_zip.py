@@ -10,6 +10,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,12 @@ from pretrain.errors import CheckpointError
 # An index of a million tensors has a few hundred megabytes.
 _MAX_INDEX_BYTES = 1 << 29
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+# Of an entry in the zip's directory: lengths of its name, of what follows that, and of a comment.
+_DIRECTORY_HEADER = struct.Struct("<4s24xHHH12x")
+# Places of an entry's checksum from the start of either header, and of what follows the entry where it was streamed.
+_CRC_IN_LOCAL_HEADER, _CRC_IN_DIRECTORY, _CRC_IN_DESCRIPTOR = 14, 16, 4
+_IS_STREAMED = 8
+_READ_BYTES = 1 << 22
 
 
 class _Window(io.RawIOBase):
@@ -61,7 +68,7 @@ class _Archive:
         self._path, self._start, self._length = path, start, length
         self._window = _Window(file, start, length)
         with zipfile.ZipFile(self._window) as archive:
-            entries = archive.infolist()
+            entries, self._directory = archive.infolist(), archive.start_dir
         prefix = entries[0].filename.partition("/")[0] if entries else ""
         self._entries: dict[str, zipfile.ZipInfo] = {}
         for entry in entries:
@@ -97,6 +104,30 @@ class _Archive:
         start, size = self.place(name)
         self._window.seek(start - self._start)
         return self._window.read(size)
+
+    def checksum_places(self, at: int) -> tuple[int, int, list[int]]:
+        """First byte and size in the file of the entry that byte `at` is in, and the places of its checksum."""
+        for name in self._entries:
+            start, size = self.place(name)
+            if start <= at < start + size:
+                break
+        else:
+            raise zipfile.BadZipFile(f"byte {at} is in no entry")
+        entry, header = self._entries[name], self._directory
+        while True:
+            self._window.seek(header)
+            magic, *lengths = _DIRECTORY_HEADER.unpack(self._window.read(_DIRECTORY_HEADER.size))
+            if magic != b"PK\x01\x02":
+                raise zipfile.BadZipFile(f"{name!r} is not in the directory")
+            if self._window.read(lengths[0]) == entry.orig_filename.encode():
+                break
+            header += _DIRECTORY_HEADER.size + sum(lengths)
+        beside = self._start + entry.header_offset + _CRC_IN_LOCAL_HEADER
+        if entry.flag_bits & _IS_STREAMED:
+            self._window.seek(start + size - self._start)
+            has_magic = self._window.read(4) == b"PK\x07\x08"
+            beside = start + size + (_CRC_IN_DESCRIPTOR if has_magic else 0)
+        return start, size, [self._start + header + _CRC_IN_DIRECTORY, beside]
 
     def has(self, name: str) -> bool:
         return name in self._entries
@@ -152,3 +183,33 @@ def open_zip(path: Path, start: int = 0, length: int | None = None) -> Any:
         raise CheckpointError(
             f"{path} is not a file of torch.save's zip format that can be read: {str(error)[:300] or type(error).__name__}"
         ) from error
+
+
+def renew_checksum(path: Path, start: int, length: int, at: int) -> None:
+    """Write the checksum of a changed entry, computed again, into the places where readers of zips look.
+
+    Args:
+        path: the file.
+        start: place of the saved object in the file, in bytes.
+        length: its bytes.
+        at: a byte in the file that belongs to the entry.
+
+    Raises:
+        CheckpointError: no zip with such an entry is there.
+        OSError: the disk refuses.
+    """
+    try:
+        with path.open("r+b") as file:
+            begin, left, places = _Archive(path, file, start, length).checksum_places(at)
+            checksum = 0
+            file.seek(begin)
+            while left:
+                portion = file.read(min(left, _READ_BYTES))
+                if not portion:
+                    raise zipfile.BadZipFile(f"{left} bytes of an entry are missing")
+                checksum, left = zlib.crc32(portion, checksum), left - len(portion)
+            for place in places:
+                file.seek(place)
+                file.write(checksum.to_bytes(4, "little"))
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise CheckpointError(f"{path} is not a file of torch.save's zip format: {error}") from error
