@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of optimizer state, in our own checkpoints."""
 
-_BUFFERS = (".memory.u", ".memory.v", ".memory.permutation")
+BUFFERS = (".memory.u", ".memory.v", ".memory.permutation")
+"""Ends of the names of tensors that are no weights: they follow from weights or from the seed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class OpenedCheckpoint:
         Tensors that are no weights stay as they are: permutations, and the singular vectors that retrieval selects by.
         """
         tensors = self.reader.tensors
-        cast = [name for name in self.weights if dtype is not None and not name.endswith(_BUFFERS)]
+        cast = [name for name in self.weights if dtype is not None and not name.endswith(BUFFERS)]
         main = {name: main_name(name) for name in cast if main_name(name) in tensors}
         names = {**{name: name for name in self.weights}, **main}
         return Selected(self.reader, names, {} if dtype is None else dict.fromkeys(cast, dtype))

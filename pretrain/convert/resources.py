@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pretrain.errors import ConfigError
+
+OnStart = Callable[[str, int], Callable[[int], None]]
+"""Listener that is told of a phase's name and bytes when it begins, and returns what is told of its progress."""
 
 MIB = 2**20
 RESERVE_BYTES = 1024 * MIB

@@ -243,14 +243,9 @@ def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
     Raises:
         CheckpointError: the tables are not what `content`, the configuration, says.
     """
-    source = _opened_files(folder)
-    memory = content.get("memory") if content.get("architectures") == [OWN] else None
-    if not isinstance(memory, dict) or memory.get("table_bits") is None:
+    source, bits = _opened_files(folder), _table_bits(folder, content)
+    if bits is None:
         return source
-    bits = memory["table_bits"]
-    if type(bits) is not int or bits not in _BITS:
-        allowed = " or ".join(map(str, _BITS))
-        raise refused(str(folder / CONFIG_FILE), "memory.table_bits", bits, f"it may be null, {allowed}")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     try:
         return RestoredTables(source, bits, _table_widths(content), dtypes[content["dtype"]])
@@ -260,6 +255,26 @@ def _opened_weights(folder: Path, content: Mapping[str, Any]) -> TensorReader:
             f"{path}: memory.table_bits is {bits}, and nothing says how wide tables are, or of which dtype ({error!r}): copy "
             "the folder again"
         ) from error
+
+
+def table_bits(folder: Path) -> int | None:
+    """Bits of an element of an exported folder's tables; None: they have the dtype of weights.
+
+    Raises:
+        CheckpointError: the configuration cannot be read, or says something impossible.
+    """
+    return _table_bits(folder, _read_config(folder / CONFIG_FILE))
+
+
+def _table_bits(folder: Path, content: Mapping[str, Any]) -> int | None:
+    memory = content.get("memory") if content.get("architectures") == [OWN] else None
+    bits = memory.get("table_bits") if isinstance(memory, dict) else None
+    if bits is None:
+        return None
+    if type(bits) is not int or bits not in _BITS:
+        allowed = " or ".join(map(str, _BITS))
+        raise refused(str(folder / CONFIG_FILE), "memory.table_bits", bits, f"it may be null, {allowed}")
+    return bits
 
 
 def _table_widths(content: Mapping[str, Any]) -> dict[str, int]:
