@@ -27,7 +27,11 @@ CHUNKS: Chunks = {
     "pretrain.data.scored": {"_BYTES_AT_ONCE": 5},
     "pretrain.data.workers": {"_MAX_BATCH_BYTES": 2000, "_MAX_BATCH_RECORDS": 3},
     "pretrain.engine.tables.table_files": {"_ROWS_OF_A_READER": 5},
+    "pretrain.checkpoint.store.torch_zip": {"_READ_BYTES": 1000},
     "pretrain.evaluation.stored_tables": {"_BLOCK_ELEMENTS": 100},
+    "pretrain.patch.changes": {"_ELEMENTS_AT_ONCE": 40},
+    "pretrain.patch.file": {"_READ_BYTES": 1000},
+    "pretrain.patch.merge": {"_ROWS_AT_ONCE": 3},
 }
 """Constants by module, and what they are in all tests."""
 
