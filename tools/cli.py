@@ -30,6 +30,7 @@ COMMAND_MODULES = (
     "tools.serve",
     "tools.tables",
     "tools.checkpoint.command",
+    "tools.patch.command",
     "tools.upscale",
     "tools.plot",
     "tools.report.command",

@@ -16,6 +16,8 @@ import pytest
 from commands import Result
 from engine_stand_in import engine_stand_in
 
+from tests.changed_rows import write_some_patch
+
 REPOSITORY = Path(__file__).parents[2]
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x0002_0000, 0x1000_0000
@@ -121,6 +123,7 @@ def words(tmp_path_factory: pytest.TempPathFactory, place: Path, corpus: Path, c
         "texts": folder / "texts",
         "images": folder / "images.npz",
         "repository": REPOSITORY,
+        "patch": write_some_patch(place / "run", folder / "facts.safetensors", {"banks.0.values": (1,)}),
         "engine": engine_stand_in(folder / "engine", "vllm")[0],
     }
 

@@ -29,6 +29,10 @@ COMMANDS = [
     "checkpoint verify PATH",
     "checkpoint diff PATH PATH",
     "checkpoint convert PATH new",
+    "patch make PATH PATH --output new.safetensors",
+    "patch apply mine.safetensors PATH",
+    "patch revert mine.safetensors PATH",
+    "patch show mine.safetensors PATH",
     "upscale PATH --output new --blocks 1 --insert solar",
     "train PATH --from PATH --run-dir new data.datasets=null",
 ]
@@ -38,6 +42,7 @@ COMMANDS = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(CONFIG)
+    (tmp_path / "mine.safetensors").touch()
     return tmp_path
 
 
