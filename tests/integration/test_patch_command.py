@@ -30,7 +30,7 @@ from pretrain.patch import folders
 from pretrain.patch.file import read_patch
 from pretrain.run.folder import RunFolder
 from pretrain.run.owner import owned
-from tests.changed_rows import ChangedRows
+from tests.changed_rows import ChangedRows, write_some_patch
 from tools.cli import main
 
 RESOURCES = Resources(1, 2 << 30)
@@ -475,3 +475,50 @@ def test_a_file_system_that_cannot_exchange_is_named(megamem: Megamem, run: Path
     assert contents(run) == before
     new = megamem("patch", "apply", patch, run, "--output", tmp_path / "new", before=refuse_exchange)
     assert new.code == 0, new.output
+
+
+def test_weights_that_are_stored_twice_change_twice(
+    megamem: Megamem, here: Here, config_file: Path, tmp_path: Path
+) -> None:
+    """Also in a checkpoint of format 1, which has no hashes."""
+    run, path = tmp_path / "run", tmp_path / "facts.safetensors"
+    options = ("train.num_steps=1", "optimizer.warmup_steps=0", "checkpoint.weights_copy=true", "train.precision=bf16")
+    result = megamem("train", config_file, "--run-dir", run, *options)
+    assert result.code == 0, result.output
+    write_some_patch(run, path, ROWS)
+    old = tensors(checkpoint(run, 1))
+    assert (old[VALUES].dtype, old[main_name(VALUES)].dtype) == (torch.bfloat16, torch.float32)
+    for number in (2, 1):
+        state = checkpoint(run, 1) / "state.json"
+        if number == 1:
+            content = json.loads(state.read_text())
+            sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
+            state.write_text(json.dumps({**content, "format": 1, "files": sizes}))
+        before = contents(run)
+        assert "applied: 18 rows in " in done(here, "patch", "apply", path, run)
+        new = tensors(checkpoint(run, 1))
+        for table, rows in ROWS.items():
+            assert (new[main_name(table)] != old[main_name(table)]).any(1).nonzero().flatten().tolist() == list(rows)
+            assert torch.equal(new[table], new[main_name(table)].bfloat16())
+        done(here, "checkpoint", "verify", run)
+        done(here, "patch", "revert", path, run)
+        assert contents(run) == before
+
+
+def test_a_patch_of_an_export_and_a_run_goes_between_them(
+    here: Here, saved_run: Path, after: Path, tmp_path: Path
+) -> None:
+    """Training began from the export, and the patch goes back there."""
+    export, path = tmp_path / "export", tmp_path / "facts.safetensors"
+    done(here, "checkpoint", "convert", saved_run, export, "--format", "huggingface", "--dtype", "bf16")
+    before = contents(export)
+    begun, trained = tmp_path / "begun", tmp_path / "trained"
+    done(here, "checkpoint", "convert", export, begun, "--dtype", "fp32")
+    changed_run(begun, trained)
+    made(here, export, trained, "--output", path)
+    assert "made of export -> trained, step 0" in done(here, "patch", "show", path)
+    for folder in (export, begun):
+        done(here, "patch", "apply", path, folder)
+    done(here, "checkpoint", "diff", begun, trained)
+    done(here, "patch", "revert", path, export)
+    assert contents(export) == before
