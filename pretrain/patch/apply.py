@@ -102,7 +102,7 @@ def change(
             raise ConfigError(f"--step is {step}, and {path} is {found}: leave it out")
         folder = opened.path.resolve()
         if output is None:
-            stack.enter_context(locked(folder))
+            stack.enter_context(locked(folder, folder))
             remove_leftover(folder)
         stored = places_of(opened, folder, [table for table in patch.tables if table in opened.reader.tensors])
         if (problem := other_model(patch, opened, resources, on_start)) is not None:
@@ -280,7 +280,6 @@ def _write_beside(
     source, target = opened.path.resolve(), output.absolute()
     if target.resolve().is_relative_to(source):
         raise ConfigError(f"--output is {output}, inside of {source}, which is copied: name a folder outside of it")
-    target.parent.mkdir(parents=True, exist_ok=True)
     with staged(target) as staging:
         inside = staging
         if opened.saved is not None:

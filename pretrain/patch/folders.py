@@ -35,42 +35,58 @@ def staging_folder(path: Path) -> Path:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """Name of the staging folder of a path, where nothing is before the block and after it."""
+    """The staging folder of a path, empty and locked; nothing has its name after the block.
+
+    Raises:
+        ConfigError: another patch is making it.
+        OSError: the disk refuses.
+    """
     remove_leftover(path)
-    try:
-        yield staging_folder(path)
-    finally:
-        remove_leftover(path)
+    staging = staging_folder(path)
+    staging.mkdir(parents=True)
+    # Held to the end: once exchanged, it is the folder that has the name.
+    with locked(staging, path):
+        try:
+            yield staging
+        finally:
+            _remove(staging)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, named: Path) -> Iterator[None]:
     """Keep other patches from a folder until the block ends, where the file system has locks.
 
+    Args:
+        named: path for the message.
+
     Raises:
-        ConfigError: another patch is being applied to it.
+        ConfigError: another patch has it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        is_free = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another patch is being applied to {folder}: wait for it, or name --output") from None
+            is_free = False
         except OSError:
             # Some network file systems have none.
             pass
+        # It may have been exchanged before it was locked.
+        if not is_free or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise ConfigError(f"another patch is being applied to {named}: wait for it, or name another --output")
         yield
     finally:
         os.close(descriptor)
 
 
 def mirror(folder: Path, target: Path, place: PlaceFile) -> None:
-    """Make a folder like another one, in which `place` puts every file.
+    """Make a folder like another one, unless it is there and empty, in which `place` puts every file.
 
     Raises:
         OSError: the disk refuses.
     """
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -127,7 +143,7 @@ def check_exchange(folder: Path) -> None:
     """
     with staged(folder) as staging:
         for name in ("a", "b"):
-            (staging / name).mkdir(parents=True)
+            (staging / name).mkdir()
         _exchange(staging / "a", staging / "b", folder)
 
 
@@ -162,9 +178,18 @@ def remove_leftover(path: Path) -> None:
     """Remove a path's staging folder, which a killed patch leaves: of what it made, or of what it replaced.
 
     Raises:
+        ConfigError: no kill has left it: another patch is at work.
         OSError: the disk refuses.
     """
     staging = staging_folder(path)
+    if staging.is_dir() and not staging.is_symlink():
+        with locked(staging, path):
+            _remove(staging)
+    else:
+        _remove(staging)
+
+
+def _remove(staging: Path) -> None:
     if staging.is_symlink() or staging.is_file():
         staging.unlink()
     elif staging.is_dir():

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from commands import Megamem, Result, checkpoint, tensors
 
 from pretrain.checkpoint.derived import main_name
+from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.config.schema import ParallelConfig
 from pretrain.convert import resources
 from pretrain.convert.convert import convert
@@ -71,6 +73,17 @@ def changed_run(
     changed = replace(source, reader=ChangedRows(source.reader, rows, by))
     convert(changed, FORMATS["megatron-dist"], path, target, RESOURCES, on_start=lambda *_: lambda _: None)
     return path
+
+
+def assert_sound(folder: Path) -> None:
+    """Checksums of all archives in a checkpoint's files are those of their contents."""
+    reader, num_items = open_torch_dist(folder), 0
+    for name in reader.tensors:
+        for item in reader.parts(name):
+            content = (folder / item.file).read_bytes()[item.start : item.start + item.num_bytes]
+            assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None, item
+            num_items += 1
+    assert num_items > 20
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -159,6 +172,7 @@ def test_a_run_is_patched_and_reverted_to_the_bit(
     assert "applied: 9 rows in " in output
     assert f"changed: {checkpoint(run, STEP)}" in output
     assert "is whole" in done(here, "checkpoint", "verify", run)
+    assert_sound(checkpoint(run, STEP))
     assert "equal: " in done(here, "checkpoint", "diff", run, after)
     assert f"{run}: applied" in done(here, "patch", "show", patch, run)
     # The older checkpoint and the moments are those of the run.

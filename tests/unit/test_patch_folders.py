@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.patch import folders
-from pretrain.patch.folders import check_exchange, copy, exchange, link_or_copy, locked, mirror, staged
+from pretrain.patch.folders import check_exchange, copy, exchange, link_or_copy, locked, mirror, remove_leftover, staged
 
 
 @pytest.fixture
@@ -121,7 +121,8 @@ def test_what_a_kill_leaves_is_removed(folder: Path) -> None:
         make()
         with staged(folder) as staging:
             assert staging == left
-            assert not os.path.lexists(left)
+            assert not any(left.iterdir())
+            assert not left.is_symlink()
     assert (folder / "a").exists()
     with contextlib.suppress(ValueError), staged(folder) as staging:
         mirror(folder, staging, link_or_copy)
@@ -131,7 +132,33 @@ def test_what_a_kill_leaves_is_removed(folder: Path) -> None:
 
 def test_one_patch_at_a_time(folder: Path) -> None:
     refused = pytest.raises(ConfigError, match=f"another patch is being applied to {folder}: wait")
-    with locked(folder), refused, locked(folder):
+    with locked(folder, folder), refused, locked(folder, folder):
         pass
-    with locked(folder):
+    with locked(folder, folder):
+        pass
+    with staged(folder), refused, staged(folder):
+        pass
+    # Once the two are exchanged, the new one is locked as well.
+    with locked(folder, folder), staged(folder) as staging:
+        (staging / "new").touch()
+        exchange(staging, folder)
+        with refused, locked(folder, folder):
+            pass
+        with refused:
+            remove_leftover(folder)
+    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+
+
+def test_a_folder_that_was_exchanged_before_it_is_locked_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder.with_name("other")
+    other.mkdir()
+
+    def late(*_: object) -> None:
+        exchange(other, folder)
+
+    monkeypatch.setattr(folders.fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="another patch is being applied"), locked(folder, folder):
         pass
