@@ -317,8 +317,9 @@ class MemoryGPTModel(GPTModel):
         """
         if part.is_whole:
             return
+        tables = self.tables
         for parameter, served in self.blocks_served().items():
-            parameter.requires_grad_(part.trains(served))
+            parameter.requires_grad_(part.trains(served, is_table=parameter in tables))
         self.input_needs_gradient = part.first_block < self.layers.start
         self.output_needs_gradient = part.first_block < self.layers.stop
         if self.config.recompute_granularity == "full":
@@ -364,6 +365,11 @@ class MemoryGPTModel(GPTModel):
     def own_banks(self) -> list[Bank]:
         """The banks that this chunk holds."""
         return [bank for bank in self.banks.values() if isinstance(bank, Bank)]
+
+    @property
+    def tables(self) -> frozenset[nn.Parameter]:
+        """The tables of these banks."""
+        return frozenset(table for bank in self.own_banks for table in bank.parameters())
 
     @property
     def read_together(self) -> Sequence[SharedRead]:

@@ -1,7 +1,9 @@
-"""Parameters to train, if only those of some blocks are, and the lowest block that gradients have to reach.
+"""Parameters to train, if only those of some blocks are, or tables alone, and the lowest block that gradients have to reach.
 
 A parameter serves blocks: a block's own serve that block, a bank and what reads it for all layers serve the blocks whose
 memories read it, and embedding, final norm and output projection serve none. It is trained if it serves a trained block.
+
+Where tables alone are trained, those are whose readers are among the trained blocks, and nothing else is.
 
 So a table that trained and frozen blocks share is trained, by the gradient of all its readers: it is what the trained
 block's memory learns into, and a block trained around a table that stands still would be another model. Backward then
@@ -12,14 +14,31 @@ Blocks are counted from 0 here, as everywhere in the model; the configuration co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megamem.config import ModelConfig
 from megamem.placement.sharing import BankSpec
 
 NO_BLOCK: frozenset[int] = frozenset()
+
+
+class Trained(NamedTuple):
+    """Part of a model that a run trains, as it is configured.
+
+    Attributes:
+        layers: numbers of layers, the first of which is 1 (`optimizer.trained_layers`); None: all of the model.
+        tables_alone: tables are trained, and nothing else (`optimizer.trained_rows`).
+    """
+
+    layers: tuple[int, ...] | None = None
+    tables_alone: bool = False
+
+
+ALL = Trained()
+"""All of a model."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +48,39 @@ class TrainedPart:
     Attributes:
         model: the whole model.
         blocks: numbers of the blocks that are trained; None: all of the model.
+        tables_alone: tables that these blocks read are trained, and nothing else.
     """
 
     model: ModelConfig
     blocks: frozenset[int] | None
+    tables_alone: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, trained_layers: Sequence[int] | None) -> TrainedPart:
-        """By the numbers of layers, the first of which is 1; None: all of the model."""
-        return cls(model, None if trained_layers is None else frozenset(number - 1 for number in trained_layers))
+    def of(cls, model: ModelConfig, trained: Trained) -> TrainedPart:
+        """The part that a run trains."""
+        blocks = None if trained.layers is None else frozenset(number - 1 for number in trained.layers)
+        return cls(model, blocks, trained.tables_alone)
 
     @property
     def is_whole(self) -> bool:
         """True if all of the model is trained."""
-        return self.blocks is None
+        return self.blocks is None and not self.tables_alone
 
-    def trains(self, served: Iterable[int]) -> bool:
+    def trains(self, served: Iterable[int], *, is_table: bool = False) -> bool:
         """True if a parameter that serves these blocks is trained."""
+        if self.tables_alone and not is_table:
+            return False
         return self.blocks is None or not self.blocks.isdisjoint(served)
 
     @cached_property
     def first_block(self) -> int:
         """The lowest block whose backward pass is needed; what is below it needs no gradient. -1: the embedding's is."""
-        if self.blocks is None:
+        if self.is_whole:
             return -1
         readers = [readers_of_bank(self.model, bank) for bank in self.model.memory_plan.banks]
-        return min(self.blocks.union(*filter(self.trains, readers)), default=self.model.num_layers)
+        trained = [blocks for blocks in readers if self.trains(blocks, is_table=True)]
+        own = NO_BLOCK if self.tables_alone else self.blocks or NO_BLOCK
+        return min(own.union(*trained), default=self.model.num_layers)
 
 
 def readers_of_bank(model: ModelConfig, bank: BankSpec) -> frozenset[int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-TrainedLayers: TypeAlias = tuple[int, ...] | None
-"""Numbers of layers, the first of which is 1; None: all of the model."""
+from megamem.trained_part import ALL, Trained
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class RunState:
         num_rewinds: times that the run went back to a checkpoint.
         passed_over: first sample, and the one after the last, of what was passed over when the run went back.
         recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
-        trained: parts that have been trained, as `num_updates` and `optimizer.trained_layers` whenever the latter
-            changed; empty while it has been all of the model.
+        trained: parts that have been trained, as `num_updates` and the part whenever the latter changed; empty while it
+            has been all of the model.
         tokenizer: fingerprint of the tokenizer of its data; None: a version wrote it that kept none.
         trained_on: data sets, from the step on at which they changed; it begins above 0 where a version wrote the steps
             before that kept none.
@@ -79,7 +78,7 @@ class RunState:
     num_rewinds: int = 0
     passed_over: tuple[tuple[int, int], ...] = ()
     recent: tuple[tuple[float, float], ...] = ()
-    trained: tuple[tuple[int, TrainedLayers], ...] = ()
+    trained: tuple[tuple[int, Trained], ...] = ()
     tokenizer: str | None = None
     trained_on: tuple[TrainedOn, ...] = ()
     owes_evaluation: bool = False
@@ -88,8 +87,7 @@ class RunState:
         # As JSON gives them back, they are lists.
         object.__setattr__(self, "passed_over", tuple((first, end) for first, end in self.passed_over))
         object.__setattr__(self, "recent", tuple((loss, norm) for loss, norm in self.recent))
-        trained = ((first, None if layers is None else tuple(layers)) for first, layers in self.trained)
-        object.__setattr__(self, "trained", tuple(trained))
+        object.__setattr__(self, "trained", tuple((first, _trained(part)) for first, part in self.trained))
         parts = (part if isinstance(part, TrainedOn) else TrainedOn.from_plain(part) for part in self.trained_on)
         object.__setattr__(self, "trained_on", tuple(parts))
 
@@ -103,11 +101,11 @@ class RunState:
         """Samples that were passed over in all."""
         return sum(end - first for first, end in self.passed_over)
 
-    def training(self, layers: TrainedLayers) -> RunState:
-        """The state from which on these layers are trained (`optimizer.trained_layers`)."""
-        if layers == (self.trained[-1][1] if self.trained else None):
+    def training(self, part: Trained) -> RunState:
+        """The state from which on this part is trained."""
+        if part == (self.trained[-1][1] if self.trained else ALL):
             return self
-        return replace(self, trained=(*self.trained, (self.num_updates, layers)))
+        return replace(self, trained=(*self.trained, (self.num_updates, part)))
 
     def reading(self, tokenizer: str | None, datasets: tuple[DataRead, ...]) -> RunState:
         """The state from which on these data sets are read, of one tokenizer."""
@@ -117,18 +115,18 @@ class RunState:
 
     def without_moments(self) -> RunState:
         """The state whose moments start at zero, of whatever is trained then."""
-        trained = tuple((0, layers) for _, layers in self.trained[-1:] if layers is not None)
+        trained = tuple((0, part) for _, part in self.trained[-1:] if part != ALL)
         return replace(self, num_updates=0, trained=trained)
 
-    def updates_of(self, is_trained: Callable[[TrainedLayers], bool]) -> int:
+    def updates_of(self, is_trained: Callable[[Trained], bool]) -> int:
         """Updates since a parameter has been trained without a break, which its moments have seen.
 
         Args:
-            is_trained: True if the parameter is trained, given `optimizer.trained_layers`.
+            is_trained: True if the parameter is trained, given the part that is.
         """
         since, before = 0, True
-        for first, layers in self.trained:
-            now = is_trained(layers)
+        for first, part in self.trained:
+            now = is_trained(part)
             if now and not before:
                 since = first
             before = now
@@ -168,3 +166,9 @@ class RunState:
             owes_evaluation=False,
             passed_over=(*before, (saved.consumed_samples, self.consumed_samples)),
         )
+
+
+def _trained(part: Any) -> Trained:
+    """A part from the values of a checkpoint's `state.json`; versions that knew layers alone wrote these."""
+    layers, tables_alone = part if part and isinstance(part[-1], bool) else (part, False)
+    return Trained(None if layers is None else tuple(layers), tables_alone)

@@ -9,7 +9,7 @@ Legend: M entries of all lookups, N rows of sums, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,11 +26,13 @@ class DistinctRows:
         rows: [N] int64, ascending. On a GPU N is the most that there could be, and rows behind the last repeat the first.
         sources: [N] int64, the row of the sums that belongs to each of `rows`; None: its own.
         slots: rows of the sums for each lookup, in the shape of its ids; -1 for rows that others hold.
+        counts: [N] int64, reads of each row of the sums, 0 where it has none; None: nobody asked for them.
     """
 
     rows: Tensor
     sources: Tensor | None
     slots: tuple[Tensor, ...]
+    counts: Tensor | None = None
 
 
 class RowGradient:
@@ -41,6 +43,8 @@ class RowGradient:
         repeats: lookups of a microbatch, all of which read the same rows.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
+        choose: sets sums of rows that are not to be trained to zero, once they are those of all replicas; None: all are.
+        numbers: [num_rows] int64, the rows' numbers among this rank's rows of the table; None: they are all of these.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -53,11 +57,13 @@ class RowGradient:
         self._lookups: list[Lookup] = []
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
+        self.choose: Callable[[RowGradient], None] | None = None
+        self.numbers: Tensor | None = None
 
-    def of_rows(self, num_rows: int) -> RowGradient:
-        """A gradient like this one, of so many of the table's rows."""
-        found = RowGradient(num_rows, self._width)
-        found.repeats = self.repeats
+    def of_rows(self, numbers: Tensor) -> RowGradient:
+        """A gradient like this one, of the table's rows of these numbers."""
+        found = RowGradient(len(numbers), self._width)
+        found.repeats, found.choose, found.numbers = self.repeats, self.choose, numbers
         return found
 
     def add(self, lookup: Lookup) -> None:
@@ -93,17 +99,20 @@ class RowGradient:
         for key, gradient in zip(keys, waiting, strict=True):
             if key not in known:
                 ids = [lookup.ids for lookup in gradient._lookups]
-                known[key] = distinct_rows(ids, gradient.num_rows, repeats=gradient.repeats)
+                known[key] = distinct_rows(
+                    ids, gradient.num_rows, repeats=gradient.repeats, counted=gradient.choose is not None
+                )
             gradient._add_up(known[key])
 
 
-def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1) -> DistinctRows:
+def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1, counted: bool = False) -> DistinctRows:
     """Rows that lookups read, by a sort of all entries. No shape depends on data on a GPU, so that nothing waits for it.
 
     Args:
         lookups: ids of each, at least one, of any shape. A number outside [0, num_rows) is of a row that others hold.
         num_rows: rows of the table.
-        repeats: times that every row is there.
+        repeats: times that every row is there; a read counts once for all of them.
+        counted: count reads.
     """
     ids = torch.cat([ids.reshape(-1) for ids in lookups])
     most, device = min(ids.numel() // repeats, num_rows), ids.device
@@ -116,12 +125,21 @@ def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1)
     rows = torch.full((most + 1,), num_rows, dtype=torch.int64, device=device)
     rows = rows.scatter_(0, places, ordered.to(torch.int64))[:most]
     places = torch.where(ordered == num_rows, -1, places).to(torch.int32)
+    counts = None
+    if counted:
+        counts = torch.zeros(most + 1, dtype=torch.int64, device=device)
+        # Entries without a row of their own count behind the last.
+        counts.scatter_add_(
+            0, torch.where(places < 0, most, places).long(), torch.ones_like(ordered, dtype=torch.int64)
+        )
+        counts = counts[:most] // repeats
     slots = torch.empty_like(places).scatter_(0, order, places)
     parts = slots.split([ids.numel() for ids in lookups])
     by_lookup = tuple(part.view(ids.shape) for part, ids in zip(parts, lookups, strict=True))
     if device.type == "cpu" and type(rows) is torch.Tensor:
         # Host sync: none on a CPU, where rows that were not read need no sums. (A dry run's tensors have no values.)
-        return DistinctRows(rows[: int((rows < num_rows).sum())].clone(), None, by_lookup)
+        num = int((rows < num_rows).sum())
+        return DistinctRows(rows[:num].clone(), None, by_lookup, None if counts is None else counts[:num])
     sources = torch.where(rows < num_rows, torch.arange(most, device=device), 0)
     # Without a row of its own a rank repeats its first, whose sum is then zero.
-    return DistinctRows(rows[sources].clamp_(max=num_rows - 1), sources, by_lookup)
+    return DistinctRows(rows[sources].clamp_(max=num_rows - 1), sources, by_lookup, counts)

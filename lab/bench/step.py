@@ -151,7 +151,7 @@ def config_lines(
     forward = forward_flops_per_token(model, config.train.sequence_length)
     tflops = (
         tokens
-        * training_flops_per_token(model, config.train.sequence_length, config.optimizer.trained_layers)
+        * training_flops_per_token(model, config.train.sequence_length, config.optimizer.trained)
         / step_s
         / num_ranks
         / 1e12

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from megamem import start
 from megamem.config import ModelConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
+from megamem.trained_part import ALL
 from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
@@ -162,7 +163,7 @@ def with_few_blocks(config: RunConfig) -> RunConfig:
     layout, model = config.parallel, config.model
     # What all blocks read at once is as large whatever their number.
     reads_once = model.memory is not None and model.memory.reads_once
-    if reads_once or layout.pipeline_layout is not None or config.optimizer.trained_layers is not None:
+    if reads_once or layout.pipeline_layout is not None or config.optimizer.trained != ALL:
         return config
     chunks = layout.pipeline * layout.virtual_pipeline
     for number in range(_BLOCKS_OF_CHUNK * chunks, model.num_layers, chunks):

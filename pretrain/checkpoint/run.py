@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
-from megamem.trained_part import TrainedPart
+from megamem.trained_part import ALL, Trained, TrainedPart
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name, scales_in
 from pretrain.checkpoint.index import Index
@@ -29,7 +29,7 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
 from pretrain.errors import CheckpointError
-from pretrain.state import RunState, TrainedLayers
+from pretrain.state import RunState
 
 
 def entries_to_save(
@@ -59,7 +59,7 @@ def restore_run(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MemoryOptimizer,
     *,
-    trained_layers: TrainedLayers = None,
+    trained: Trained = ALL,
     with_moments: bool = True,
 ) -> RunState:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
@@ -70,7 +70,7 @@ def restore_run(
     start at zero. Where another update of tables wrote it, their moments are made of what there is.
 
     Args:
-        trained_layers: the run's `optimizer.trained_layers`, by which the chunks were built.
+        trained: the part that the run trains, by which the chunks were built.
 
     Returns:
         The counters to go on with.
@@ -107,7 +107,7 @@ def restore_run(
         ]
 
     load(saved.path, targets_of)
-    run = saved.run.training(trained_layers)
+    run = saved.run.training(trained)
     if not with_moments:
         run = run.without_moments()
     updates_of = _updates_of(run, bare)
@@ -127,10 +127,11 @@ def restore_run(
 def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn.Parameter], int]:
     """Number of updates that the moments of a parameter have seen."""
     served = {parameter: blocks for chunk in chunks for parameter, blocks in chunk.blocks_served().items()}
-    model = chunks[0].model_config
+    tables, model = frozenset().union(*(chunk.tables for chunk in chunks)), chunks[0].model_config
 
     def updates_of(parameter: nn.Parameter) -> int:
-        return run.updates_of(lambda layers: TrainedPart.of(model, layers).trains(served[parameter]))
+        is_table = parameter in tables
+        return run.updates_of(lambda part: TrainedPart.of(model, part).trains(served[parameter], is_table=is_table))
 
     return updates_of
 

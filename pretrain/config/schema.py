@@ -17,6 +17,7 @@ from kernels.implementations import Implementation
 from megamem.config import ModelConfig
 from megamem.config_base import Advice, Config, EffectiveWhen
 from megamem.identity import Role
+from megamem.trained_part import Trained
 from pretrain.config.health import HealthConfig
 
 Seed = Annotated[
@@ -25,12 +26,15 @@ Seed = Annotated[
 Beta = Annotated[NonNegativeFloat, Lt(1)]
 FolderPath = Annotated[str, AfterValidator(lambda path: path and os.path.abspath(os.path.expanduser(path)))]
 """A folder, found from anywhere once the configuration is read: not resolved, as a link may lead elsewhere on nodes."""
+FilePath = FolderPath
+"""A file, found from anywhere likewise."""
 Origin = Literal["stage", "run"]
 ApexPart = Literal["norms", "weight_gradients", "adamw"]
 Shuffle = Literal["documents", "samples"]
 PLAIN_NAME = re.compile(r"[\w.+=-]+")
 """Names of runs and stages, which stand in paths, command lines and batch scripts."""
 ShareOfGpu = Annotated[PositiveFloat, Le(1), Advice("it is a share of a GPU")]
+ShareOfRows = Annotated[PositiveFloat, Le(1), Advice("it is a share of rows")]
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
@@ -164,6 +168,50 @@ def _uses_muon(optimizer: OptimizerConfig) -> bool:
 
 
 @dataclass(frozen=True)
+class TrainedRowsConfig(Config):
+    """Rows of the memory tables that are trained, and nothing else: those that the text reads more than other text does.
+    Without `number` and `share`, all rows that a step reads. See docs/patches.md."""
+
+    number: PositiveInt | None = None
+    """Rows of each table that a step updates at most, those of the highest scores; null: share says it."""
+    share: Annotated[
+        ShareOfRows | None, EffectiveWhen(lambda c: c.number is None, "optimizer.trained_rows.number is null")
+    ] = None
+    """Share of the rows of each table that a step reads, which it updates, rounded up; null: number says it, or all."""
+    score: Annotated[
+        Literal["tf_idf", "kl", "reads"],
+        EffectiveWhen(lambda c: c.chooses, "optimizer.trained_rows has a number or a share"),
+    ] = "tf_idf"
+    """Score of a row. tf_idf: its share of the reads times log((B + 1) / (b + 1)), for b of the B sequences of the background
+    that read it (sparse memory finetuning); kl: its share p of the reads times log(p / q), for its share q of the
+    background's reads, each counted once more; reads: its share of the reads."""
+    background: Annotated[
+        FilePath | None,
+        EffectiveWhen(
+            lambda c: c.chooses and c.score != "reads",
+            "optimizer.trained_rows has a number or a share, and its score is tf_idf or kl",
+        ),
+    ] = None
+    """File of reads of text that the model knows, which `megamem patch counts` writes."""
+    text: Annotated[
+        FilePath | None,
+        EffectiveWhen(lambda c: c.chooses, "optimizer.trained_rows has a number or a share"),
+    ] = None
+    """File of reads of the text to learn, by which rows are chosen once for the whole run; null: each step chooses rows by its
+    own reads."""
+
+    @property
+    def chooses(self) -> bool:
+        """True if not all rows that a step reads are trained."""
+        return self.number is not None or self.share is not None
+
+    @property
+    def chooses_by_step(self) -> bool:
+        """True if each step chooses rows by its own reads."""
+        return self.chooses and self.text is None
+
+
+@dataclass(frozen=True)
 class OptimizerConfig(Config):
     """AdamW, in groups: backbone with and without decay, retrieval, experts, values and pre-values; Muon for matrices, or
     an update by row for tables, where they are asked for."""
@@ -241,8 +289,17 @@ class OptimizerConfig(Config):
     corrected for its start, and the decay, times the learning rate, reaches every row. reads: the row's own, as in nanochat's
     record; a moment shrinks when the row is read and is not corrected, and the rows that were read decay by
     value_weight_decay, whatever the rate. It takes table_gradients: rows. See docs/memory-parallel.md."""
+    row_rule: Annotated[
+        Literal["adam", "sgd"], EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+    ] = "adam"
+    """Size of a row's update. adam: the learning rate times its gradient over the root of the row's second moment; sgd: the
+    learning rate times its gradient, which leaves moments as they are."""
     row_beta2: Annotated[
-        Beta | None, EffectiveWhen(lambda c: c.tables == "row_wise", "optimizer.tables is row_wise")
+        Beta | None,
+        EffectiveWhen(
+            lambda c: c.tables == "row_wise" and c.row_rule == "adam",
+            "optimizer.tables is row_wise and optimizer.row_rule is adam",
+        ),
     ] = None
     """Second-moment decay of rows; null: beta2."""
     table_gradients: Annotated[
@@ -317,6 +374,14 @@ class OptimizerConfig(Config):
     """Numbers of the layers that are trained, the first of which is 1. Everything else stays as it is and has neither
     gradients nor optimizer state: other layers, embedding, final norm, output projection, and tables that no trained
     layer reads. null: all of the model. See docs/stages.md."""
+    trained_rows: TrainedRowsConfig | None = None
+    """Rows of tables that are trained, and nothing else, of those that the trained layers read; null: everything else is
+    trained, too. It takes tables: row_wise, table_gradients: rows and value_weight_decay: 0. See docs/patches.md."""
+
+    @property
+    def trained(self) -> Trained:
+        """The part of the model that is trained."""
+        return Trained(self.trained_layers, tables_alone=self.trained_rows is not None)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ def chosen(config: RunConfig) -> Choice | None:
         return None
     if optimizer.row_clock == "reads":
         return Choice("rows", "optimizer.row_clock is reads")
+    if optimizer.trained_rows is not None:
+        return Choice("rows", "optimizer.trained_rows is set")
     for why, _ in impossible(config):
         return Choice("dense", why)
     num_rows = sum(bank.num_rows for bank in model.memory_plan.banks)

@@ -15,7 +15,7 @@ from pretrain.config.graphs import graph_problems
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import tokens_of_run
-from pretrain.config.schedule import schedule_span
+from pretrain.config.schedule import schedule_span, table_decay
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.suggest import nearest_multiples
@@ -40,7 +40,13 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         ConfigError: the configuration cannot run; the message names every problem found, each with key, value and fix.
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
-    problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
+    problems += [
+        *_inserted_blocks(config),
+        *_trained_layers(config),
+        *_trained_rows(config),
+        *_health(config),
+        *_names(config),
+    ]
     problems += _length(config)
     problems += [*gradients_problems(config), *_table_folder(config), *apex_problems(config)]
     problems += _control(config)
@@ -165,6 +171,42 @@ def _trained_layers(config: RunConfig) -> Iterator[str]:
     for number in sorted({number for number in layers if number > depth or layers.count(number) > 1}):
         what = f"past model.num_layers {depth}" if number > depth else "there twice"
         yield f"optimizer.trained_layers has {number}, which is {what}: layers are numbered from 1 to {depth}"
+
+
+def _trained_rows(config: RunConfig) -> Iterator[str]:
+    """Rows that can be told apart, of tables of which nothing else moves."""
+    optimizer = config.optimizer
+    rows, key = optimizer.trained_rows, "optimizer.trained_rows"
+    if rows is None:
+        return
+    if config.model.memory is None:
+        yield f"{key} is set, and model.memory is null: there are no rows. Leave {key} out"
+        return
+    if optimizer.tables != "row_wise" or optimizer.table_gradients == "dense":
+        now = f"tables {optimizer.tables}" if optimizer.tables != "row_wise" else "table_gradients dense"
+        yield (
+            f"{key} is set, and optimizer.{now} has gradients and updates of whole tables: set optimizer.tables: row_wise and "
+            "optimizer.table_gradients: rows"
+        )
+    if optimizer.row_clock == "updates" and (decay := table_decay(optimizer)):
+        yield (
+            f"{key} is set, and the tables' weight decay {decay:g} would move all other rows, too: set "
+            "optimizer.value_weight_decay: 0"
+        )
+    layers, read = optimizer.trained_layers, {span.read + 1 for span in config.model.memory_spans}
+    if layers and read.isdisjoint(layers):
+        yield (
+            f"{key} is set, and optimizer.trained_layers {list(layers)} read no table, so that nothing would be trained: name "
+            f"some of {sorted(read)}, or leave trained_layers out"
+        )
+    for name in ("background", "text"):
+        if getattr(rows, name) == "":
+            yield f"{key}.{name} is empty: name a file that `megamem patch counts` wrote, or leave it out"
+    if rows.chooses and rows.score != "reads" and rows.background is None:
+        yield (
+            f"{key}.score is {rows.score}, and {key}.background is null: name the file of the known text's reads that `megamem "
+            f"patch counts` writes, or set {key}.score: reads"
+        )
 
 
 def _health(config: RunConfig) -> Iterator[str]:

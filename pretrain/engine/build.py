@@ -143,7 +143,7 @@ def build_unset_chunks(
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)
         set_backbone_widths(built)
-        built.train_only(TrainedPart.of(model, config.optimizer.trained_layers))
+        built.train_only(TrainedPart.of(model, config.optimizer.trained))
         chunks.append(built)
     return chunks
 

@@ -39,6 +39,7 @@ from pretrain.engine.tables.bf16_gradients import TableRoundings
 from pretrain.engine.tables.read_rows import ReadRows, ReadTables, StoredRows
 from pretrain.engine.tables.row_wise import OwnedRectangle, RowGroups, RowWise
 from pretrain.engine.tables.stored_tables import stored_tables_of
+from pretrain.engine.tables.trained_rows import choose_rows
 from pretrain.engine.tables.value_offload import HostTables, host_adamw
 from pretrain.engine.update_rules import MakeRule
 
@@ -90,10 +91,18 @@ def _of_rows(
     assigned: dict[GroupName, list[nn.Parameter]],
     megatron_config: OptimizerConfig,
 ) -> Iterator[ReadTables]:
-    """The optimizers of tables with gradients of rows: of those on the device, then of those in files."""
+    """The optimizers of tables with gradients of rows: of those on the device, then of those in files.
+
+    Raises:
+        ConfigError: a file of reads is missing, or of another model.
+    """
     stored = stored_tables_of(unwrap(chunk) for chunk in chunks)
     rules: dict[bool, MakeRule] = {}
     of_tables = _of_tables(config, chunks, groups)
+    if config.optimizer.trained_rows is not None:
+        banks = [bank for chunk in chunks for bank in unwrap(chunk).own_banks]
+        first_rows = {table: place.first_row for table, place in of_tables["places"].items()}
+        choose_rows(config.optimizer.trained_rows, banks, first_rows, groups)
     if stored is None or not all(memory.rows_are_known for memory in config.model.memories):
         rules[False] = partial(ReadRows, **of_tables)
     if stored is not None:

@@ -147,9 +147,21 @@ def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
         check_fits(dataset, length)
     check_epochs(config.data.datasets, trained_on, length, last_sample(config))
     check_token_maps(config.model, datasets[0].tokenizer)
+    _check_read_counts(config)
     if config.data.shuffle == "documents":
         check_document_order(config.data.datasets, trained_on, length, last_sample(config))
     return model_vocab_size(config.model, datasets[0].tokenizer), trained_on
+
+
+def _check_read_counts(config: RunConfig) -> None:
+    """Refuse files of reads that are not there; ranks look into them."""
+    rows = config.optimizer.trained_rows
+    for name in ("background", "text") if rows is not None else ():
+        path = getattr(rows, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(
+                f"optimizer.trained_rows.{name} is {path}, which is no file: write it with `megamem patch counts`"
+            )
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:

@@ -176,7 +176,7 @@ def open_run(
     saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
     if saved is not None:
         tokenizer = going_on(tokenizer, saved)
-    trained = config.optimizer.trained_layers
+    trained = config.optimizer.trained
     state = RunState().training(trained) if saved is None else saved.run
     # Whether checkpoints to come can have their names.
     done_by_main(partial(refuse_taken_names, folder.checkpoints, state.step))
@@ -211,7 +211,7 @@ def open_run(
     )
     if saved is not None:
         with_moments = not resets_optimizer(config, saved)
-        run.state = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
+        run.state = restore_run(saved, run.chunks, run.optimizer, trained=trained, with_moments=with_moments)
         is_own = saved.path.parent == folder.checkpoints
         if config.stage is None or is_own:
             run.last_saved_step = state.step

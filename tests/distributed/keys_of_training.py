@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hidden_matrices import MuonFormula, matrices_in
-from keys_table import MOE, Subject, Table, changed_names, last_parts, set_key, with_optimizer
+from keys_table import BASE, MOE, Subject, Table, changed_names, last_parts, set_key, with_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.implementations import Implementation
 from kernels.select import implementation_of
+from pretrain.config.schema import TrainedRowsConfig
 
 TRAINING = Table()
 TABLES = {"values", "pre_values"}
@@ -224,6 +226,100 @@ def _(base: Subject, second: Subject) -> None:
     assert second.steps[0].norm < base.steps[0].norm
 
 
+def prepare_read_counts() -> None:
+    """Two files of reads of the base's tables: rows of one parity are read by all sequences, the others by none."""
+    for name, parity in (("even", 0), ("odd", 1)):
+        counts = {"num_sequences": np.array([10])}
+        for bank in BASE.model.memory_plan.banks:
+            sequences = (np.arange(bank.num_rows) % 2 == parity) * 10
+            counts |= {f"sequences.banks.{bank.index}": sequences, f"reads.banks.{bank.index}": sequences * 2}
+        np.savez(f"{name}.npz", **counts)
+
+
+def choosing(**rows: Any) -> Any:
+    """The base with rows that are trained alone, by plain gradients."""
+    return with_optimizer(
+        tables="row_wise",
+        table_gradients="rows",
+        row_rule="sgd",
+        value_weight_decay=0.0,
+        trained_rows=TrainedRowsConfig(**rows),
+    )
+
+
+def rows_moved(subject: Subject) -> dict[str, set[int]]:
+    """Rows of each table that the first step moves; nothing else may move in any step."""
+    moved = changed_names(subject.weights, subject.steps[-1].weights)
+    assert moved == {name for name in subject.weights if name.startswith("banks.")}
+    return {
+        name: set((subject.weights[name] != subject.steps[0].weights[name]).any(1).nonzero().flatten().tolist())
+        for name in moved
+    }
+
+
+@TRAINING.key(
+    "optimizer.trained_rows",
+    TrainedRowsConfig(),
+    with_optimizer(tables="row_wise", table_gradients="rows", value_weight_decay=0.0),
+)
+def _(base: Subject, second: Subject) -> None:
+    """Tables move as they did in the first step, and everything else stands still."""
+    assert base.steps[0].loss == second.steps[0].loss
+    assert second.steps[0].norm < base.steps[0].norm
+    for name in rows_moved(second):
+        torch.testing.assert_close(base.steps[0].weights[name], second.steps[0].weights[name], rtol=1e-6, atol=1e-7)
+
+
+@TRAINING.key("optimizer.trained_rows.number", 3, choosing(score="reads", number=9))
+def _(base: Subject, second: Subject) -> None:
+    few, more = rows_moved(second), rows_moved(base)
+    for name, rows in few.items():
+        assert len(rows) == 3
+        assert len(more[name]) == 9
+        assert rows < more[name]
+
+
+@TRAINING.key("optimizer.trained_rows.share", 0.2, choosing(score="reads", share=0.4))
+def _(base: Subject, second: Subject) -> None:
+    few, more = rows_moved(second), rows_moved(base)
+    for name, rows in few.items():
+        assert rows < more[name]
+        assert len(more[name]) - 1 <= 2 * len(rows) <= len(more[name]) + 1
+
+
+KNOWN = choosing(number=9, background="even.npz")
+
+
+@TRAINING.key("optimizer.trained_rows.score", "kl", choosing(number=50, background="even.npz"))
+def _(base: Subject, second: Subject) -> None:
+    """Odd rows, which the background does not read, come first in both. The others score nothing by tf_idf, so the first of them
+    are taken, and by kl the more the less they are read."""
+    for name, rows in rows_moved(base).items():
+        others = rows_moved(second)[name]
+        odd, even = ({row for row in rows if row % 2 == parity} for parity in (1, 0))
+        assert odd == {row for row in others if row % 2}
+        assert even
+        assert max(even) < max(others - odd)
+
+
+@TRAINING.key("optimizer.trained_rows.score", "reads", KNOWN)
+def _(base: Subject, second: Subject) -> None:
+    assert all(any(row % 2 == 0 for row in rows) for rows in rows_moved(second).values())
+
+
+@TRAINING.key("optimizer.trained_rows.background", "odd.npz", KNOWN)
+def _(base: Subject, second: Subject) -> None:
+    assert all(row % 2 == 0 for rows in rows_moved(second).values() for row in rows)
+
+
+@TRAINING.key("optimizer.trained_rows.text", "even.npz", choosing(number=9, score="reads"))
+def _(base: Subject, second: Subject) -> None:
+    """Nine even rows, the first ones, as all are read alike."""
+    for name, rows in rows_moved(second).items():
+        assert rows <= set(range(0, 18, 2))
+        assert rows != rows_moved(base)[name]
+
+
 DECAYING = with_optimizer(schedule="cosine", min_lr=4e-4)
 """A cosine over three steps is at both of its ends and in their middle."""
 
@@ -373,6 +469,18 @@ def _(base: Subject, second: Subject) -> None:
 
 
 BY_ROW = with_optimizer(tables="row_wise", value_weight_decay=0.0)
+
+
+@TRAINING.key("optimizer.row_rule", "sgd", BY_ROW)
+def _(base: Subject, second: Subject) -> None:
+    assert base.steps[0].loss == second.steps[0].loss
+    before = second.weights
+    for step in second.steps:
+        for name in before:
+            if last_parts({name}) <= TABLES:
+                expected = before[name].double() - 2e-3 * step.gradients[name].double()
+                torch.testing.assert_close(step.weights[name].double(), expected, rtol=1e-7, atol=1e-12)
+        before = step.weights
 
 
 @TRAINING.key("optimizer.row_beta2", 0.7, with_optimizer(tables="row_wise"))

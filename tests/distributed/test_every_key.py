@@ -19,7 +19,7 @@ from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_sharing import SHARING
 from keys_of_stages import SCHEDULES, STAGES
 from keys_of_token_memories import TOKEN_MEMORIES, prepare_token_maps
-from keys_of_training import TRAINING
+from keys_of_training import TRAINING, prepare_read_counts
 from keys_table import BASE, Entry, Subject, schema_keys
 from tiny_runs import joined
 
@@ -64,6 +64,7 @@ def problems(tables: Sequence[str], subject: Callable[[RunConfig], Any]) -> dict
 def on_one_rank(folder: Path) -> dict[str, str | None]:
     """Problems of the entries that need one rank."""
     os.chdir(folder)
+    prepare_read_counts()
     with joined(BASE) as groups:
         return {
             **problems(

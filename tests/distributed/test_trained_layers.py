@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.families.midus.config import MidusConfig
 from megamem.placement.spans import PlacementConfig
+from megamem.trained_part import ALL, Trained
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks
@@ -272,7 +273,7 @@ def test_what_becomes_trained_starts_anew_and_the_rest_goes_on(
             for parameter in parameters(run):
                 parameter.data.fill_(torch.nan)
             run.resume(path)
-            assert run.run.state.trained == ((0, (2,)), (2, None))
+            assert run.run.state.trained == ((0, Trained((2,))), (2, ALL))
             for name, parameter in run.bare[0].named_parameters():
                 assert torch.equal(parameter, weights[name]), name
                 state = state_of(run, parameter)
@@ -299,7 +300,7 @@ def test_what_becomes_trained_starts_anew_and_the_rest_goes_on(
         # Back to a part of the model: everything else keeps its values, and the checkpoint has them.
         with tiny_run(training(config, 1)) as run:
             run.resume(path)
-            assert run.run.state.updates_of(lambda layers: layers is None or 1 in layers) == 1
+            assert run.run.state.updates_of(lambda part: part.layers is None or 1 in part.layers) == 1
             again = run.save(tmp_path / "third")
             assert not [
                 name for name in read_all(again) if name.startswith("optimizer.state.") and ".layers.2." in name
@@ -423,7 +424,7 @@ def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers:
 
     model, tokens = config.model, config.train.tokens_per_step
     # Attention's length enters its scores alone, which are no such products: of none, they are linear in it.
-    one, two = (training_flops_per_token(model, length, layers) for length in (1, 2))
+    one, two = (training_flops_per_token(model, length, Trained(layers)) for length in (1, 2))
     assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]
 
 

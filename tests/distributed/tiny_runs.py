@@ -167,8 +167,8 @@ class TinyRun:
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint: state and place in the data. The run has not trained yet."""
         saved = read_state(path)
-        trained = self.config.optimizer.trained_layers
-        self.run.state = restore_run(saved, self.chunks, self.optimizer, trained_layers=trained)
+        trained = self.config.optimizer.trained
+        self.run.state = restore_run(saved, self.chunks, self.optimizer, trained=trained)
         per_rank = self.config.train.micro_batch_size * self.groups.data_size
         for batches in self.batches:
             for _ in range(self.run.state.consumed_samples // per_rank):
@@ -264,7 +264,7 @@ def build(
         held_out=nothing,
         chunks=chunks,
         optimizer=optimizer,
-        state=RunState().training(config.optimizer.trained_layers),
+        state=RunState().training(config.optimizer.trained),
         flops_per_token=1.0,
     )
     return TinyRun(run, bare, [random_batches(config, groups) for _ in chunks])

@@ -15,6 +15,7 @@ import yaml
 from commands import TINY, Megamem, assert_same_tensors, checkpoint, evaluations, steps, tensors
 from test_stages import EndOfRank, with_callback
 
+from megamem.trained_part import ALL, Trained
 from pretrain.checkpoint.folder import read_state
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import PairFields
@@ -76,7 +77,7 @@ def test_the_first_phase_moves_its_layers_alone(straight: Path) -> None:
         if not (name in frozen and name.startswith(TRAINED)):
             assert torch.equal(tensor, before[name]) == (name in frozen), name
     assert {name.removeprefix("optimizer.state.param.") for name in after if ".param." in name} >= stepped
-    assert read_state(checkpoint(straight, 8)).run.trained == ((0, (3, 4)), (4, None))
+    assert read_state(checkpoint(straight, 8)).run.trained == ((0, Trained((3, 4))), (4, ALL))
     assert [row["validation_loss"] > 0 for row in evaluations(straight)] == [True, True]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megamem.families.move.config import MoveConfig
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainedRowsConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
@@ -100,6 +100,36 @@ def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: i
     assert counted * 0.98 <= stage.total <= 1.25 * counted
     bad = [each for each in figures(found, stage, sent) if not each.agrees]
     assert {each.name for each in bad} <= {"table gradients", "activations"}, bad
+
+
+def test_rows_that_are_trained_alone_send_what_plans_count() -> None:
+    """Replicas send reads beside sums, and parts of rows their scores; nothing but tables has gradients or state, and a step waits
+    for the device no more often than without."""
+    from lab.maintenance.agreement import figures
+
+    every = replace(
+        SPLIT,
+        model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=128)),
+        parallel=replace(SPLIT.parallel, memory=8, memory_rows=2),
+        optimizer=OptimizerConfig(
+            tables="row_wise", table_gradients="rows", value_weight_decay=0.0, trained_rows=TrainedRowsConfig()
+        ),
+    )
+    some = replace(every, optimizer=replace(every.optimizer, trained_rows=TrainedRowsConfig(number=100, score="reads")))
+    of_both = [
+        launch_within(lambda config=config: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[
+            0
+        ]
+        for config in (every, some)
+    ]
+    for config, reports in zip((every, some), of_both, strict=True):
+        stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
+        for report, stage, of_stage in zip(reports, stages, sent, strict=True):
+            agreeing = {each.name for each in figures(report, stage, of_stage) if each.agrees}
+            assert {"weights", "tables", "optimizer state of tables", "sent: memory", "sent: tables"} <= agreeing
+            assert not {MemoryPart.GRADIENTS, MemoryPart.OPTIMIZER} & report.held.by_part.keys()
+    for all_rows, fewer in zip(*of_both, strict=True):
+        assert fewer.num_host_reads == all_rows.num_host_reads
 
 
 @pytest.mark.parametrize(("tensor", "heads", "folder"), [(1, 8, None), (2, 8, None), (4, 2, None), (1, 8, "/nowhere")])

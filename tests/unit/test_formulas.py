@@ -32,6 +32,7 @@ from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.retrieval.config import TuckerConfig
+from megamem.trained_part import Trained
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.formulas import (
     count_parameters,
@@ -457,7 +458,7 @@ def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
     forward = forward_flops_per_token(model, length)
     assert blocks + attended + projection == pytest.approx(forward, rel=1e-12)
     all_layers = tuple(range(1, model.num_layers + 1))
-    trained = training_flops_per_token(model, length, all_layers)
+    trained = training_flops_per_token(model, length, Trained(all_layers))
     # The weights' gradient of the output projection alone is left out.
     assert trained == pytest.approx(3 * forward - projection, rel=1e-12)
 
@@ -467,7 +468,7 @@ def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
     forward = forward_flops_per_token(DENSE, 100)
     block, attended = forward_flops_of_block(DENSE, 2), 4 * 32 * 101 / 2
     expected = forward + 2 * 384 * 32 + (2 * block + 2 * attended) + (block + 2 * attended)
-    assert training_flops_per_token(DENSE, 100, (3,)) == pytest.approx(expected, rel=1e-12)
+    assert training_flops_per_token(DENSE, 100, Trained((3,))) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_branch_costs_a_block_a_projection_and_the_output_projection() -> None:

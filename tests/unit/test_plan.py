@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from megamem.trained_part import Trained
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
@@ -90,7 +91,7 @@ def test_products_of_blocks_are_timed_as_they_are_counted(key: str, layers: tupl
     config = replace(config, optimizer=replace(config.optimizer, trained_layers=layers))
     model, length = config.model, config.train.sequence_length
     output = 2.0 * 65536 * model.hidden_size
-    counted = training_flops_per_token(model, length, layers) - 3 * memory_flops(model)
+    counted = training_flops_per_token(model, length, Trained(layers)) - 3 * memory_flops(model)
     counted -= (3 if layers is None else 2) * output
     parts = step_time(config, 1, H100).by_part
     timed = parts[TimePart.MATMULS] * H100.flops_per_s + parts[TimePart.ATTENTION] * H100.attention_flops_per_s

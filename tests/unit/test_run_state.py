@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+from megamem.trained_part import ALL, Trained
 from pretrain.state import RunState
 
 
@@ -65,38 +66,43 @@ def test_a_state_comes_back_from_json() -> None:
         num_rewinds=1,
         passed_over=((8, 12), (20, 28)),
         recent=((0.1 + 0.2, 1e-9), (3.0, 4.0)),
-        trained=((0, (2, 4)), (5, None)),
+        trained=((0, Trained((2, 4))), (5, Trained(None, True)), (7, Trained((3,), True)), (8, ALL)),
         owes_evaluation=True,
     )
     assert RunState(**json.loads(json.dumps(asdict(state)))) == state
 
 
+def test_versions_that_trained_layers_alone_wrote_these() -> None:
+    state = RunState(trained=[[0, [2, 4]], [3, [1]], [5, None]])
+    assert state.trained == ((0, Trained((2, 4))), (3, Trained((1,))), (5, ALL))
+
+
 def updates_of(layer: int | None, state: RunState) -> int:
     """Updates of a parameter that serves a layer; None: of one that serves none."""
-    return state.updates_of(lambda layers: layers is None or layer in layers)
+    return state.updates_of(lambda part: part.layers is None or layer in part.layers)
 
 
 def test_updates_count_from_when_a_parameter_began_to_be_trained() -> None:
     state = RunState(num_updates=9)
     assert updates_of(1, state) == updates_of(None, state) == 9
-    state = replace(RunState().training((2, 4)), num_updates=3)
-    assert state.training((2, 4)) is state
-    state = replace(state.training((2, 3)), num_updates=5)
-    state = replace(state.training(None), num_updates=12)
-    assert state.trained == ((0, (2, 4)), (3, (2, 3)), (5, None))
+    state = replace(RunState().training(Trained((2, 4))), num_updates=3)
+    assert state.training(Trained((2, 4))) is state
+    state = replace(state.training(Trained((2, 3))), num_updates=5)
+    state = replace(state.training(ALL), num_updates=12)
+    assert state.trained == ((0, Trained((2, 4))), (3, Trained((2, 3))), (5, ALL))
     # Trained all along; from the start with a break; from the second change on; from the last.
     assert [updates_of(layer, state) for layer in (2, 4, 3, None)] == [12, 7, 9, 7]
 
 
 def test_what_was_trained_before_it_was_left_out_starts_anew() -> None:
-    state = replace(RunState(num_updates=4).training((1,)), num_updates=6)
+    state = replace(RunState(num_updates=4).training(Trained((1,))), num_updates=6)
     assert updates_of(1, state) == 6
-    assert updates_of(2, state.training(None)) == 0
+    assert updates_of(2, state.training(ALL)) == 0
 
 
 def test_moments_that_start_at_zero_have_seen_no_update_of_anything() -> None:
-    state = RunState(num_updates=4).training((1,)).without_moments()
-    assert (state.num_updates, state.trained) == (0, ((0, (1,)),))
+    state = RunState(num_updates=4).training(Trained((1,))).without_moments()
+    assert (state.num_updates, state.trained) == (0, ((0, Trained((1,))),))
     assert RunState(num_updates=4).without_moments() == RunState()
 
 

@@ -9,6 +9,7 @@ Legend: n replicas, N rows of a replica, M rows of all of them, W columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,22 @@ def _rows_of_all(own: DistinctRows, num_rows: int, replicas: dist.ProcessGroup) 
     else:
         # Behind the last they repeat the first.
         ids = torch.where(own.sources == torch.arange(len(ids), device=ids.device), ids, num_rows)
-    of_all = ids.new_empty(replicas.size(), len(ids))
-    dist.all_gather_into_tensor(of_all.view(-1), ids, group=replicas)
-    return distinct_rows([of_all], num_rows)
+    of_all = _gathered(ids, replicas)
+    found = distinct_rows([of_all], num_rows)
+    if own.counts is None:
+        return found
+    counts = torch.nn.functional.pad(own.counts.to(torch.int32), (0, len(ids) - len(own.counts)))
+    counts, (slots,) = _gathered(counts, replicas).view(-1).long(), found.slots
+    # Entries without a place have no reads.
+    sums = counts.new_zeros(found.rows.numel()).scatter_add_(0, slots.clamp(min=0).view(-1).long(), counts)
+    return replace(found, counts=sums)
+
+
+def _gathered(own: Tensor, replicas: dist.ProcessGroup) -> Tensor:
+    """[n, N] of the [N] of each replica."""
+    of_all = own.new_empty(replicas.size(), len(own))
+    dist.all_gather_into_tensor(of_all.view(-1), own, group=replicas)
+    return of_all
 
 
 def _sums_of_all(sums: Tensor, slots: Tensor, num: int, replicas: dist.ProcessGroup) -> Tensor:

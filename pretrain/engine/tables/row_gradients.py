@@ -100,6 +100,9 @@ def add_up_rows(
         dist.all_reduce(gradient.sums, group=stages)
     add_up_replicas(list(gradients.values()), chunks[0].intra_expt_dp_group)
     _divide(others, num_tokens)
+    for gradient in gradients.values():
+        if gradient.choose is not None:
+            gradient.choose(gradient)
 
 
 def _divide(gradients: Sequence[RowGradient], num_tokens: Tensor | None) -> None:

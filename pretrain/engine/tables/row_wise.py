@@ -16,7 +16,7 @@ By the clock of reads (`optimizer.row_clock`, github.com/karpathy/nanochat/pull/
     v <- beta2 v + (1 - beta2) |g|^2 / V
     w <- (1 - decay) w - lr g / (sqrt(v) + epsilon)
 
-and others stay.
+and others stay. By plain gradients (`optimizer.row_rule: sgd`) an update is w <- (1 - lr decay) w - lr g, and v stays.
 
 Ranks hold ranges of a table's columns and rows (`parallel.memory`), and each of their replicas a range of that, cut
 wherever it comes: a row's sum of squares is added up over the ranks with its other columns, and over replicas where a
@@ -125,7 +125,7 @@ class RowWise(UpdateRule):
         self.shares = shares
         self._beta2 = settings.beta2 if settings.row_beta2 is None else settings.row_beta2
         self._epsilon, self._seed = settings.epsilon, seed
-        self._counts_reads = settings.row_clock == "reads"
+        self._counts_reads, self._is_plain = settings.row_clock == "reads", settings.row_rule == "sgd"
         self.places, self.groups = places, groups
         starts = [0]
         for share in shares:
@@ -236,6 +236,8 @@ class RowWise(UpdateRule):
         """
         beta2, update = self._beta2, share.num_updates + 1
         read = squares > 0
+        if self._is_plain:
+            return torch.where(read, -share.group["lr"], 0.0)
         if self._counts_reads:
             current, correction = moments * beta2, 1.0
         else:

@@ -125,7 +125,7 @@ class StoredTable:
         self.staged = staged
         if self.parameter.requires_grad:
             of_table: RowGradient = self.parameter.row_gradient  # type: ignore[attr-defined]
-            gradient = of_table.of_rows(len(staged.weights))
+            gradient = of_table.of_rows(staged.numbers)
             for table in (self.parameter, staged.weights.requires_grad_()):
                 table.row_gradient = gradient  # type: ignore[attr-defined]
 

@@ -7,7 +7,6 @@ projection; who knows the tokenizer sets it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -18,7 +17,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.spans import count_memory_layers
-from megamem.trained_part import TrainedPart
+from megamem.trained_part import ALL, Trained, TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection
@@ -179,15 +178,13 @@ def memory_flops(model: ModelConfig) -> float:
     return own.key_flops + own.selection_flops + own.projection_flops + 2.0 * count_parameters(model).read_values
 
 
-def training_flops_per_token(
-    model: ModelConfig, sequence_length: int, trained_layers: Sequence[int] | None = None
-) -> float:
+def training_flops_per_token(model: ModelConfig, sequence_length: int, trained: Trained = ALL) -> float:
     """Forward and backward, without recomputation: three times the forward pass where all of the model is trained.
 
-    Else (`optimizer.trained_layers`) backward goes through the output projection, which is not trained, and down to the
+    Else (`optimizer.trained_layers`, `optimizer.trained_rows`) backward goes through the output projection, which is not trained, and down to the
     lowest block that something trained is in; a memory has the gradients of its block.
     """
-    part, forward = TrainedPart.of(model, trained_layers), forward_flops_per_token(model, sequence_length)
+    part, forward = TrainedPart.of(model, trained), forward_flops_per_token(model, sequence_length)
     if part.is_whole:
         return 3.0 * forward
     products = {block: forward_flops_of_block(model, block) for block in range(part.first_block, model.num_layers)}

@@ -185,7 +185,7 @@ class Stage:
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
     """The stages of a run, first to last."""
     layout = config.parallel
-    part = TrainedPart.of(config.model, config.optimizer.trained_layers)
+    part = TrainedPart.of(config.model, config.optimizer.trained)
     return _stages(part, layout.pipeline, layout.virtual_pipeline, layout.pipeline_layout)
 
 
@@ -267,7 +267,7 @@ def _reading_once(part: TrainedPart, family: FamilyInStage, chunks: Sequence[Mod
     reading = {layer.span.read for layer in part.model.memory_layers if layer.memory.kind == family.memory.kind}
     lookups = family.lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
     # Token ids have no gradient: there is one of the table alone.
-    return replace(family, lookups=lookups, backward_lookups=lookups if part.trains(reading) else ())
+    return replace(family, lookups=lookups, backward_lookups=lookups if part.trains(reading, is_table=True) else ())
 
 
 def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequence[int]) -> tuple[BankInStage, ...]:
@@ -279,7 +279,7 @@ def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequ
     found = []
     for bank, reader in first_readers.items():
         spec = model.memory_plan.banks[bank]
-        if not part.trains(readers_of_bank(model, spec)):
+        if not part.trains(readers_of_bank(model, spec), is_table=True):
             continue
         chunk, blocks = next((n, chunk.layers) for n, chunk in enumerate(chunks) if reader in chunk.layers)
         memory = model.family_of_bank(bank)
@@ -321,7 +321,9 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
         whole += shared_parameters(model)
     banks = {layer.view.bank for block, layer in read if block in blocks}
     tables = [model.memory_plan.banks[bank] for bank in banks]
-    elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))
+    elements = sum(
+        _elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank), is_table=True)
+    )
     matrices = HiddenMatrices.of(model, _plans(model, trained), costs)
     return TrainedWeights(split, whole, elements, experts, matrices)
 

@@ -20,6 +20,7 @@ from pretrain.config.updates import keeps_files, keeps_rows
 from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
 
 _SUM = 4
+_COUNT = _SCORE = 4
 WINDOW_ELEMENTS = 1 << 25
 """Elements of sums of all replicas that are there at a time (`pretrain.engine.tables.replica_rows`)."""
 _PLACES = 8 + 8
@@ -148,12 +149,31 @@ def copied_elements_read(config: RunConfig, stage: Stage, division: Division) ->
 
 
 def replica_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes that a rank sends so that the replicas of a part of a table have the sums of all: its rows' numbers, and theirs."""
+    """Bytes that a rank sends so that the replicas of a part of a table have the sums of all: its rows' numbers, and theirs, and
+    reads if these choose the rows that are trained."""
     if not has_read_rows(config):
         return 0.0
     largest = max((bank.num_rows for bank in stage.trained_banks), default=0) / config.parallel.memory_rows
-    numbers = bytes_per_id(int(largest) + 1) * most_rows(config, stage, division)
+    per_row = bytes_per_id(int(largest) + 1) + _COUNT * _chooses_by_step(config)
+    numbers = per_row * most_rows(config, stage, division)
     return (division.table_replicas - 1) * (numbers + _SUM * read_elements(config, stage, division))
+
+
+def ranked_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes that a rank sends so that the ranks that have parts of a table's rows rank them together: scores of rows."""
+    layout = config.parallel
+    if layout.memory_rows == 1 or not has_read_rows(config) or not _chooses_by_step(config):
+        return 0.0
+    scores = sum(
+        rows * len(memory.tables)
+        for memory, rows in most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+    )
+    return (layout.memory - 1) * _SCORE * scores
+
+
+def _chooses_by_step(config: RunConfig) -> bool:
+    rows = config.optimizer.trained_rows
+    return rows is not None and rows.chooses_by_step
 
 
 def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:

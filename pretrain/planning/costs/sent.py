@@ -15,7 +15,13 @@ from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_updat
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import has_read_rows, ids_ahead_bytes, most_rows_of_families, replica_bytes
+from pretrain.planning.costs.read_rows import (
+    has_read_rows,
+    ids_ahead_bytes,
+    most_rows_of_families,
+    ranked_bytes,
+    replica_bytes,
+)
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, follows_heads, halo_bytes, lookup_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense
 
@@ -73,7 +79,8 @@ def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
 
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
-        + ids_ahead_bytes(config, division),
+        + ids_ahead_bytes(config, division)
+        + ranked_bytes(config, stage, division),
         context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
         tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
         + _tensor_sums(config, stage, division),

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megamem.config import ModelConfig
+from megamem.trained_part import Trained
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
@@ -153,7 +154,7 @@ def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime
     parts |= _after_backward(config, stage, division, hardware, microbatch_s)
     step_s = sum(parts.values())
     tokens = config.train.tokens_per_step
-    flops = _model_flops_per_token(config.model, config.train.sequence_length, config.optimizer.trained_layers) * tokens
+    flops = _model_flops_per_token(config.model, config.train.sequence_length, config.optimizer.trained) * tokens
     return StepTime(
         by_part={part: parts.get(part, 0.0) for part in TimePart},
         tokens_per_s=tokens / step_s,
@@ -164,8 +165,8 @@ def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime
 
 
 @lru_cache(maxsize=16)
-def _model_flops_per_token(model: ModelConfig, sequence_length: int, trained_layers: tuple[int, ...] | None) -> float:
-    return training_flops_per_token(model, sequence_length, trained_layers)
+def _model_flops_per_token(model: ModelConfig, sequence_length: int, trained: Trained) -> float:
+    return training_flops_per_token(model, sequence_length, trained)
 
 
 def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> dict[TimePart, float]:

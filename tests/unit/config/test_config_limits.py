@@ -60,6 +60,12 @@ MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores":
 SPLIT: dict[str, Any] = {**MEMORY, "parallel__memory": 2}
 BALANCED: dict[str, Any] = {**MEMORY, "model__memory__key_balance_weight": 1.0}
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
+CHOOSING: dict[str, Any] = {
+    **BY_ROW,
+    "optimizer__table_gradients": "rows",
+    "optimizer__value_weight_decay": 0.0,
+    "optimizer__trained_rows__score": "reads",
+}
 MUON: dict[str, Any] = {"optimizer__matrices": "muon"}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
@@ -188,6 +194,9 @@ LIMITS = [
     *below(1.0, "optimizer.beta1", "optimizer.beta2"),
     *not_negative("optimizer.row_beta2", **BY_ROW),
     *below(1.0, "optimizer.row_beta2", **BY_ROW),
+    *at_least(1, "optimizer.trained_rows.number", **CHOOSING),
+    *above_zero("optimizer.trained_rows.share", **CHOOSING),
+    *at_most(1.0, "optimizer.trained_rows.share", **CHOOSING),
     *at_least(0, "optimizer.warmup_steps"),
     *at_most(100, "optimizer.warmup_steps", train__num_steps=100),
     *not_negative("optimizer.warmup_start", optimizer__warmup_steps=5),

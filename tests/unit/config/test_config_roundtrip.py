@@ -104,11 +104,13 @@ def found_from_anywhere(config: RunConfig) -> RunConfig:
         return tuple(dataclasses.replace(entry, path=absolute(entry.path)) for entry in entries)
 
     data, evaluation, optimizer = config.data, config.evaluation, config.optimizer
+    if (rows := optimizer.trained_rows) is not None:
+        rows = dataclasses.replace(rows, background=absolute(rows.background), text=absolute(rows.text))
     return dataclasses.replace(
         config,
         data=dataclasses.replace(data, datasets=all_of(data.datasets)),
         evaluation=dataclasses.replace(evaluation, datasets=all_of(evaluation.datasets)),
-        optimizer=dataclasses.replace(optimizer, table_folder=absolute(optimizer.table_folder)),
+        optimizer=dataclasses.replace(optimizer, table_folder=absolute(optimizer.table_folder), trained_rows=rows),
     )
 
 
