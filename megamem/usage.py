@@ -32,6 +32,21 @@ _SLICE_ELEMENTS = 1 << 22
 LayerMetrics: TypeAlias = dict[str, float | list[list[float]]]
 
 
+class ReadObserver(Protocol):
+    """Whoever a memory layer shows its reads."""
+
+    def record(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None = None) -> None:
+        """Take what one forward pass of a layer read, evaluations and passes without gradients included.
+
+        Args:
+            rows: [T, J], rows of the bank, int32 or int64.
+            scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
+            out: [T, D], the layer's output.
+            router: [T, K + 1], a softmax over the rows and, last, nothing; None in layers without.
+        """
+        ...
+
+
 class LayerUsage:
     """Sums over the tokens that one layer has seen since `reset`, on its device.
 
@@ -49,16 +64,14 @@ class LayerUsage:
         self.counts.zero_()
         self.sums.zero_()
 
-    @torch.no_grad()
     def record(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None = None) -> None:
-        """Add the tokens of one forward pass.
+        """See `ReadObserver.record`. Once per microbatch of training: the first forward of a recomputed block runs without
+        gradients, as does evaluation, and neither is added."""
+        if torch.is_grad_enabled():
+            self._add(rows, scores, out, router)
 
-        Args:
-            rows: [T, J], rows of the bank, int32 or int64.
-            scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
-            out: [T, D], the layer's output.
-            router: [T, K + 1], a softmax over the rows and, last, nothing; None in layers without.
-        """
+    @torch.no_grad()
+    def _add(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None) -> None:
         in_window = ((rows.long() - self.view.first_row) % self.view.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
@@ -78,7 +91,7 @@ class ObservedLayer(Protocol):
     name: str
     view: LayerView
     cores: Tensor | None
-    usage: LayerUsage | None
+    usage: ReadObserver | None
 
 
 class UsageCollector:

@@ -24,7 +24,7 @@ from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
 from megamem.placement.sharing import LayerView
-from megamem.usage import LayerUsage
+from megamem.usage import ReadObserver
 from megamem.width_config import Width
 
 
@@ -50,7 +50,7 @@ class MemoryLayer(MegatronModule):
     Attributes:
         cores: [C, H, R, R], the Tucker cores; None in layers without.
         losses: the auxiliary losses; None while all are off.
-        usage: set while the run observes how its memory is used.
+        usage: observer of the layer's reads; None: nobody observes them.
         halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
         place: its number among its family's layers of its chunk, which the model sets.
         first_address: place of its family's addresses among those of a chunk (`Inputs.addresses_of`), which the model sets.
@@ -92,7 +92,7 @@ class MemoryLayer(MegatronModule):
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights
         self.losses = AuxiliaryLosses(weights, token_group, parameter_device(config)) if weights.any else None
-        self.usage: LayerUsage | None = None
+        self.usage: ReadObserver | None = None
         self.cores = None
         self._build(config.hidden_size, seed)
 
@@ -151,11 +151,8 @@ class MemoryLayer(MegatronModule):
         return inputs if addresses is None else inputs.with_addresses(addresses)
 
     def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor, *, router: Tensor | None = None) -> None:
-        """Count what was read while the run observes it; arguments as of `LayerUsage.record`.
-
-        Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
-        """
-        if self.usage is not None and torch.is_grad_enabled():
+        """Show what was read to whoever observes it (`ReadObserver.record`)."""
+        if self.usage is not None:
             self.usage.record(rows, scores, out, router)
 
     def slot_weights(self, *arguments: Any) -> Tensor:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.command import add_workers, size_in_bytes
-from tools.common.parsers import add_command
+from tools.common.parsers import add_command, positive
+from tools.common.ranks import add_nproc
 
 _MAKE_EPILOG = """\
 examples:
@@ -19,6 +20,16 @@ examples:
 BEFORE and AFTER are a run's folder (its newest checkpoint), or a checkpoint of any format that `megamem checkpoint`
 knows. They may differ in rows of memory tables alone, as after training with optimizer.trained_rows; a row is in the
 patch if any bit of it differs, in the coarser dtype of the two. Rows come from fp32 main weights where there are any.
+"""
+
+_COUNTS_EPILOG = """\
+examples:
+  megamem patch counts runs/quickstart --output known.npz
+  megamem patch counts runs/quickstart --data data/facts --output facts-read.npz
+
+Counts how often a run's newest checkpoint reads each row of its memory's tables in training text: in how many sequences, and
+how often in all, 16 bytes per row. optimizer.trained_rows takes the first file as its background, and chooses the rows that
+new text reads more than that; the second as its text, by which rows are chosen once for a whole run.
 """
 
 _SHOW_EPILOG = """\
@@ -67,11 +78,31 @@ def add_parser(subparsers: Any) -> None:
     """Adds `patch` to the commands of `megamem`."""
     parser = subparsers.add_parser("patch", help="make, apply, revert and merge changes of a memory's rows")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_counts(commands)
     _add_make(commands)
     _add_show(commands)
     _add_change(commands, "apply", "put a patch's rows into a checkpoint or an export", _APPLY_EPILOG)
     _add_change(commands, "revert", "take a patch's rows back, to the bit", _REVERT_EPILOG)
     _add_merge(commands)
+
+
+def _add_counts(commands: Any) -> None:
+    parser = add_command(commands, "counts", "count how often a text reads every row", _COUNTS_EPILOG)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        action="append",
+        help="read this prepared data set, of the run's tokenizer; may be repeated (default: what the run was trained on)",
+    )
+    parser.add_argument(
+        "--sequences", type=positive, metavar="N", help="sequences to read (default: one pass, but 1,000 at most)"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest one)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    add_nproc(parser, "one per GPU, or 2; or what --own-layout needs")
+    parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
+    parser.set_defaults(func=_run("counts"))
 
 
 def _add_make(commands: Any) -> None:
