@@ -22,7 +22,14 @@ from torch import Tensor
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.token_map import read_token_map
 from pretrain.convert.huggingface.folder import open_folder
+from pretrain.convert.registry import open_checkpoint
+from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError
+from pretrain.patch.apply import change
+from pretrain.patch.file import read_patch
+from pretrain.patch.identity import tables_of
+from pretrain.patch.make import make_patch
+from tests.changed_rows import ChangedRows
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 
@@ -224,6 +231,61 @@ def test_tables_outside_take_none_of_a_processs_own_memory(exported: Any, tmp_pa
         assert model(some_tokens(1, 2)).logits.isfinite().all()
     assert own_bytes() - before < table_bytes / 3
     assert table_bytes > 6e7
+
+
+def patch_all_rows(folder: Path) -> None:
+    """Apply a patch that moves every row of every table."""
+    run = open_checkpoint(folder)
+    rows = {table: tuple(range(shape[0])) for table, shape in tables_of(run).items()}
+    changed, resources = replace(run, reader=ChangedRows(run.reader, rows, 1e-3)), Resources(1, 2 << 30)
+    patch = folder.with_name("rows.safetensors")
+
+    def silent(*_: object) -> Any:
+        return lambda _: None
+
+    make_patch(run, changed, patch, max_bytes=1 << 24, resources=resources, on_start=silent)
+    change(read_patch(patch), folder, None, to="after", output=None, resources=resources, on_start=silent)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [*((name, None) for name in ("v2", "engram", TWO, *BY_TOKENS, GROWN[0])), ("v2", 8), (TWO, 4)]
+)
+def test_a_running_model_takes_a_patch_without_being_loaded_again(
+    exported: Any, tmp_path: Path, name: str, bits: int | None
+) -> None:
+    """Tables in the model, mapped, and with rows kept from them; until it is told, it goes on with the rows that it has."""
+    folder = tmp_path / "model"
+    if bits is None:
+        shutil.copytree(exported(name)[0], folder)
+    else:
+        folder.mkdir()
+        in_fewer_bits(exported(name)[0], bits, folder)
+    models = [
+        load(folder, **options) for options in ({}, {"memory_device": "cpu"}, {"memory_device": "cpu", "hot_rows": 9})
+    ]
+    others = {key: tensor.clone() for key, tensor in models[0].state_dict().items() if "banks." not in key}
+    with torch.no_grad():
+        before = [model(some_tokens()).logits for model in models]
+        patch_all_rows(folder)
+        # Rows that are mapped or kept are those of before.
+        assert all(torch.equal(model(some_tokens()).logits, old) for model, old in zip(models, before, strict=True))
+        expected = load(folder)(some_tokens()).logits
+        for model in models:
+            model.reload_tables()
+            torch.testing.assert_close(
+                model(some_tokens()).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+            )
+    assert (expected - before[0]).abs().max() > 1e-3 * expected.abs().max()
+    assert all(torch.equal(models[0].state_dict()[key], tensor) for key, tensor in others.items())
+
+
+def test_tables_of_another_model_are_refused_and_nothing_changes(exported: Any) -> None:
+    model = load(exported("v2")[0])
+    with torch.no_grad():
+        before = model(some_tokens()).logits
+        with pytest.raises(ValueError, match="damaged, or of another model"):
+            model.reload_tables(exported("peer")[0])
+        assert torch.equal(model(some_tokens()).logits, before)
 
 
 def test_a_model_without_its_tables_is_not_saved(exported: Any, tmp_path: Path) -> None:

@@ -212,23 +212,41 @@ class MegamemBank(nn.Module):
         return self.num_rows, width if self.bits is None else record_bytes(width, self.bits)
 
     def map_tables(self, folder: Any, **where: Any) -> None:
-        """Map the tables that are no parameters from the weights' files.
+        """Map the tables that are no parameters from the weights' files; see `mapped`."""
+        if self.config.memory_device is not None:
+            self.on_host = self.mapped(folder, **where)
+
+    def mapped(self, folder: Any, **where: Any) -> dict[str, Tensor]:
+        """All tables by name, as pages of the weights' files.
 
         Args:
             folder: folder of the files, or its name on the hub.
             where: further arguments of `cached_file`.
+
+        Raises:
+            ValueError: the files lack a table, or have another.
         """
-        if self.config.memory_device is None:
-            return
         index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
         files: dict[str, str] = {}
         if index is not None:
             with open(index, encoding="utf-8") as stream:
                 files = json.load(stream)["weight_map"]
+        found = {}
         for table in self.names:
             name = f"model.banks.{self.number}.{table}"
             file = cached_file(folder, files.get(name, SAFE_WEIGHTS_NAME), **where)
-            self.on_host[table] = mapped_tensor(file, name, self._shape(table), self.bits)
+            found[table] = mapped_tensor(file, name, self._shape(table), self.bits)
+        return found
+
+    @torch.no_grad()
+    def take(self, tables: dict[str, Tensor]) -> None:
+        """Have these tables (`mapped`) in place of those that are here."""
+        self.hot.clear()
+        if self.config.memory_device is not None:
+            self.on_host = tables
+            return
+        for name, rows in tables.items():
+            (self.get_parameter if self.bits is None else self.get_buffer)(name).copy_(rows)
 
     def _rows(self, table: str, ids: Tensor, like: Tensor) -> Tensor:
         """Rows of a table, [*ids, columns], in the dtype and on the device of `like`."""

@@ -312,6 +312,22 @@ class MegamemPreTrainedModel(PreTrainedModel):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     parameter.normal_(0.0, self.config.initializer_range)
 
+    def reload_tables(self, folder: Any = None, **where: Any) -> None:
+        """Read the memories' tables again, and nothing else: after a patch has been applied to the model's folder, or from another
+        folder of the same model. Mapped tables are mapped again, of which nothing is read.
+
+        Args:
+            folder: the folder, or its name on the hub; None: the model's own.
+            where: further arguments of `cached_file`.
+
+        Raises:
+            ValueError: the files lack a table, or have another; all tables stay as they are.
+        """
+        banks = [module for module in self.modules() if isinstance(module, MegamemBank)]
+        tables = [bank.mapped(self.config.name_or_path if folder is None else folder, **where) for bank in banks]
+        for bank, of_bank in zip(banks, tables, strict=True):
+            bank.take(of_bank)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """See transformers; not of a model without its tables."""
         if self.config.memory_device is not None:
