@@ -9,6 +9,7 @@ STUDIES = (
     "lab.studies.compare.command",
     "lab.studies.fit.command",
     "lab.studies.recall.command",
+    "lab.studies.teach.command",
     "lab.studies.probe.command",
     "lab.studies.analyse.command",
     "lab.stand_in.command",

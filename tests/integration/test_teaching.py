@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from commands import Megamem, checkpoint, evaluations, steps, tensors
 
@@ -143,6 +144,37 @@ def test_the_patch_makes_the_taught_model_of_the_trained_one(
     reverted = megamem("patch", "revert", patch, tmp_path / "patched")
     assert reverted.code == 0, reverted.output
     assert megamem("checkpoint", "diff", trained, tmp_path / "patched").code == 0
+
+
+def test_rows_taught_in_bf16_go_into_fp32_main_weights_and_out_again(
+    megamem: Megamem, config_file: Path, facts: list[Path], tmp_path: Path
+) -> None:
+    """Rows that were not trained are those of before, once they are rounded: the patch has the trained ones alone."""
+    base, taught, patch = tmp_path / "base", tmp_path / "taught", tmp_path / "facts.safetensors"
+    options = ("train.precision=bf16", "--nproc", 1)
+    made = megamem("train", config_file, "--run-dir", base, "train.num_steps=4", *options)
+    assert made.code == 0, made.output
+    rows = ("optimizer.tables=row_wise", "optimizer.table_gradients=rows", "optimizer.value_weight_decay=0")
+    data = f"data.datasets=[{{path: {facts[0]}}}]"
+    chosen = "optimizer.trained_rows={number: 9, score: reads}"
+    result = megamem(
+        "train", config_file, "--from", base, "--run-dir", taught, "train.num_steps=3", *rows, chosen, data, *options
+    )
+    assert result.code == 0, result.output
+    assert megamem("patch", "make", base, taught, "--output", patch).code == 0
+    shown = json.loads(megamem("patch", "show", patch, "--json").output)
+    # Two banks of two tables, three steps of nine rows.
+    assert len(shown["tables"]) == 4
+    assert all(0 < each["rows"] <= 27 and each["before"] == "float32" for each in shown["tables"].values())
+    before = tensors(checkpoint(base, 4))
+    assert megamem("patch", "apply", patch, base).code == 0
+    patched, after = tensors(checkpoint(base, 4)), tensors(checkpoint(taught, 7))
+    for name in (name for name in before if name.startswith("optimizer.state.param.banks.")):
+        assert torch.equal(patched[name].bfloat16(), after[name])
+        assert not torch.equal(patched[name], before[name])
+    assert megamem("patch", "revert", patch, base).code == 0
+    again = tensors(checkpoint(base, 4))
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
 
 
 def test_what_cannot_be_counted_is_refused(
