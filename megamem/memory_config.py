@@ -288,6 +288,11 @@ class MemoryConfig(Config, ABC):
         return LossWeights()
 
     @property
+    def is_ordered_by_seed(self) -> bool:
+        """True if the run's seed says which row a key reads: with another seed, a trained table would be read elsewhere."""
+        return False
+
+    @property
     def observed(self) -> ObservedQuantities:
         """Quantities that usage metrics report besides rows and outputs."""
         return ObservedQuantities()

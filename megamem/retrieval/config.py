@@ -159,6 +159,10 @@ class TuckerConfig(RetrievalConfig):
             )
 
     @property
+    def is_ordered_by_seed(self) -> bool:
+        return self.shuffle == "keyed"
+
+    @property
     @abstractmethod
     def query(self) -> Literal["per_rank", "per_head", "single"]:
         """Sharing of queries: each Tucker rank or each head has its own, or all have the same."""

@@ -143,7 +143,7 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
     Args:
         config: configuration to go on with.
         saved: the checkpoint.
-        as_new_run: go on in another folder, which the run's seed may leave as the model may not.
+        as_new_run: go on in another folder, with another seed too unless rows are found by it.
 
     Returns:
         "key: before -> now" of every difference, but for the place of a stage.
@@ -160,7 +160,12 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
         key: text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))
     }
     if as_new_run:
-        fatal.pop("seed", None)
+        seed = fatal.pop("seed", None)
+        if seed is not None and any(memory.is_ordered_by_seed for memory in before.model.memories):
+            raise CheckpointError(
+                f"{saved.path} has a memory whose keys find their rows by the run's seed (model.memory.shuffle: keyed), which "
+                f"changes ({seed}): they would find others. Set seed: {before.seed}; data.seed is free"
+            )
         if fatal:
             raise CheckpointError(
                 f"{saved.path} is of another model: {'; '.join(fatal.values())}. Take the model's keys from "

@@ -286,7 +286,7 @@ def test_a_run_without_stages_goes_on_from_another_one(
     path = tmp_path / "plain.yaml"
     path.write_text(yaml.safe_dump(config))
     run = tmp_path / "run"
-    train = ("train", path, "--from", straight, "--run-dir", run, "train.num_steps=2", "seed=5")
+    train = ("train", path, "--from", straight, "--run-dir", run, "train.num_steps=2", "data.seed=5")
     result = megamem(*train)
     assert result.code == 0, result.output
     assert [row["step"] for row in steps(run)] == [15, 16]

@@ -121,6 +121,19 @@ def test_another_seed_or_model_is_another_run(changed: RunConfig, told: str) -> 
     assert "num_steps" not in str(error.value)
 
 
+def test_a_new_run_has_another_seed_unless_rows_are_found_by_it() -> None:
+    """With another seed the keys of UltraMemV2's memory would read other rows than they were trained with."""
+    other = replace(CONFIG, seed=4)
+    words = r"find their rows by the run's seed .*seed: 3 -> 4.* Set seed: 3; data\.seed is free"
+    with pytest.raises(CheckpointError, match=words):
+        check_resumable(other, saved_with(CONFIG), as_new_run=True)
+    for shuffle in ("table", "none"):
+        free = replace(CONFIG, model=replace(CONFIG.model, memory=replace(CONFIG.model.memory, shuffle=shuffle)))
+        assert check_resumable(replace(free, seed=4), saved_with(free), as_new_run=True) == ["seed: 3 -> 4"]
+    dense = replace(CONFIG, model=replace(CONFIG.model, memory=None))
+    assert check_resumable(replace(dense, seed=4), saved_with(dense), as_new_run=True) == ["seed: 3 -> 4"]
+
+
 def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -> None:
     """Every key of a section that one of the two does not have counts as the section does."""
     moe = MoEConfig(num_experts=4, top_k=2)
