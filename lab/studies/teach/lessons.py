@@ -179,7 +179,6 @@ class Lesson:
         config = replace(
             own,
             name="taught",
-            seed=self.seed,
             optimizer=way.optimizer(own.optimizer, self.rate, budget),
             train=replace(
                 own.train,
@@ -188,7 +187,7 @@ class Lesson:
                 micro_batch_size=math.gcd(own.train.micro_batch_size, course.batch_size),
                 batch_ramp=None,
             ),
-            data=DataConfig((DatasetEntry(str(paths[0].absolute())),), documents="separate"),
+            data=DataConfig((DatasetEntry(str(paths[0].absolute())),), seed=self.seed, documents="separate"),
             evaluation=EvaluationConfig((EvaluationEntry(str(paths[0].absolute())),), max_sequences=1),
             checkpoint=CheckpointConfig(keep_last=0),
             logging=LoggingConfig(memory_every_steps=0),
