@@ -25,6 +25,7 @@ WRITERS: dict[str, str] = {
     "data codes": "{images} --patch 2 --codes 2 --output {place}/made.npz",
     "tables": "{place}/run --form int8 --output {place}/made",
     "checkpoint convert": "{place}/run {place}/made",
+    "patch counts": "{place}/run --output {place}/made.npz",
     "patch make": "{place}/run {place}/run --output {place}/made.safetensors",
     "patch apply": "{patch} {place}/run",
     "patch revert": "{patch} {place}/run",

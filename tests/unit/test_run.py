@@ -18,6 +18,7 @@ import pretrain.train.run as run_module
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
+from megamem.trained_part import ALL
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.keys import all_keys, role_of
 from pretrain.config.loader import to_dict
@@ -290,7 +291,7 @@ def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
     assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
     assert parts.calls["restore_run"] == (
         (parts.saved, ["wrapped chunks"], "optimizer"),
-        {"trained_layers": None, "with_moments": True},
+        {"trained": ALL, "with_moments": True},
     )
     assert parts.calls["build_unset_chunks"] == ((config, GROUPS), {"vocab_size": 257})
     assert "build_chunks" not in parts.calls
