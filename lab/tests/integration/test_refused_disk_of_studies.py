@@ -24,6 +24,7 @@ WRITERS: dict[str, str] = {
     "study bench updates": "{config} --vary optimizer.value_lr_multiplier=1 --rounds 1 --report {place}/made.md",
     "study compare": "{config} --run-dir {place}/made --nproc 1",
     "study recall": "{config} --run-dir {place}/made",
+    "study teach": "{place}/run --run-dir {place}/made",
     "study fit": "{place} --report {place}/made.md",
     "gpu-check": "--device cpu --output {place}/made.md",
     "study bench files": "{repository}/configs/engram/small.yaml optimizer.tables=row_wise optimizer.table_gradients=rows "
