@@ -43,7 +43,7 @@ class RowGradient:
         repeats: lookups of a microbatch, all of which read the same rows.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
-        choose: sets sums of rows that are not to be trained to zero, once they are those of all replicas; None: all are.
+        choose: tells which of the rows that all replicas have read are trained, [N] bool; None: all are.
         numbers: [num_rows] int64, the rows' numbers among this rank's rows of the table; None: they are all of these.
     """
 
@@ -57,7 +57,7 @@ class RowGradient:
         self._lookups: list[Lookup] = []
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
-        self.choose: Callable[[RowGradient], None] | None = None
+        self.choose: Callable[[RowGradient], Tensor] | None = None
         self.numbers: Tensor | None = None
 
     def of_rows(self, numbers: Tensor) -> RowGradient:

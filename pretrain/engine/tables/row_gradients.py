@@ -100,9 +100,20 @@ def add_up_rows(
         dist.all_reduce(gradient.sums, group=stages)
     add_up_replicas(list(gradients.values()), chunks[0].intra_expt_dp_group)
     _divide(others, num_tokens)
-    for gradient in gradients.values():
-        if gradient.choose is not None:
-            gradient.choose(gradient)
+    _drop_untrained(list(gradients.values()))
+
+
+def _drop_untrained(gradients: Sequence[RowGradient]) -> None:
+    """Set sums of rows that are not trained to zero. Collective over the ranks that have parts of the rows."""
+    # Tables that the same lookups read have one choice among the same rows.
+    known: dict[tuple[int, int], Tensor] = {}
+    for gradient in gradients:
+        if gradient.choose is None or gradient.read is None or gradient.sums is None:
+            continue
+        key = id(gradient.choose), id(gradient.read)
+        if key not in known:
+            known[key] = gradient.choose(gradient)
+        gradient.sums.masked_fill_(~known[key].unsqueeze(1), 0)
 
 
 def _divide(gradients: Sequence[RowGradient], num_tokens: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,10 +70,9 @@ class ChosenRows:
 
     is_chosen: Tensor
 
-    def __call__(self, gradient: RowGradient) -> None:
-        """Set sums of all other rows to zero."""
-        if gradient.read is not None:
-            _keep(gradient, self.is_chosen[_numbers(gradient)])
+    def __call__(self, gradient: RowGradient) -> Tensor:
+        """Tell which of the rows that were read are trained, [N] bool."""
+        return self.is_chosen[_numbers(gradient)]
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,9 @@ class RowChoice:
     parts: RowParts
 
     @torch.no_grad()
-    def __call__(self, gradient: RowGradient) -> None:
-        """Set sums of all other rows to zero. Collective over the ranks that have parts of the rows."""
-        if gradient.read is None:
-            return
+    def __call__(self, gradient: RowGradient) -> Tensor:
+        """Tell which of the rows that were read are trained, [N] bool. Collective over the ranks that have parts of the rows."""
+        assert gradient.read is not None
         counts = gradient.read.counts
         assert counts is not None
         # Rows behind the last repeat the first, and have no reads of their own.
@@ -106,7 +104,7 @@ class RowChoice:
         order = everyone.argsort(descending=True, stable=True)
         ranks = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         num_kept = _num_kept(self.settings, (everyone > -math.inf).sum())
-        _keep(gradient, (ranks < num_kept)[own] & is_read)
+        return (ranks < num_kept)[own] & is_read
 
     def _total(self, counts: Tensor) -> Tensor:
         """Reads of all rows of the table."""
@@ -148,29 +146,30 @@ def choose_rows(
     """
     if not settings.chooses:
         return
-    opened = lru_cache(None)(ReadCountsFile)
+    paths = {"background": settings.background if settings.score != "reads" else None, "text": settings.text}
+    files = {
+        name: ReadCountsFile(Path(path), f"optimizer.trained_rows.{name}")
+        for name, path in paths.items()
+        if path is not None
+    }
     parts = RowParts(groups.megatron.ep, groups.table_columns.size())
     for bank in banks:
-        index, num_rows = bank.spec.index, bank.spec.num_rows
-
-        def counts_in(name: str, path: str | None, index: int = index, num_rows: int = num_rows) -> ReadCounts | None:
-            if path is None:
-                return None
-            return opened(Path(path), f"optimizer.trained_rows.{name}").of_bank(index, num_rows)
-
-        background = counts_in("background", settings.background if settings.score != "reads" else None)
-        text = counts_in("text", settings.text)
-        weights = None if background is None else _weights(settings, background)
-        for table in bank.parameters():
+        counts = {name: file.of_bank(bank.spec.index, bank.spec.num_rows) for name, file in files.items()}
+        weights = _weights(settings, counts["background"]) if "background" in counts else None
+        tables = [table for table in bank.parameters() if row_gradient_of(table) is not None]
+        if not tables:
+            continue
+        # Tables of a bank have the same rows, and one choice.
+        own, device = slice(first_rows[tables[0]], first_rows[tables[0]] + len(tables[0])), tables[0].device
+        choose: ChosenRows | RowChoice
+        if "text" in counts:
+            choose = ChosenRows(_chosen(settings, counts["text"], weights)[own].to(device))
+        else:
+            choose = RowChoice(settings, None if weights is None else weights[own].to(device), parts)
+        for table in tables:
             gradient = row_gradient_of(table)
-            if gradient is None:
-                continue
-            own = slice(first_rows[table], first_rows[table] + table.shape[0])
-            if text is not None:
-                gradient.choose = ChosenRows(_chosen(settings, text, weights)[own].to(table.device))
-            else:
-                held = None if weights is None else weights[own].to(table.device)
-                gradient.choose = RowChoice(settings, held, parts)
+            assert gradient is not None
+            gradient.choose = choose
 
 
 def _weights(settings: TrainedRowsConfig, background: ReadCounts) -> Tensor:
@@ -221,9 +220,3 @@ def _numbers(gradient: RowGradient) -> Tensor:
     assert gradient.read is not None
     rows = gradient.read.rows
     return rows if gradient.numbers is None else gradient.numbers[rows]
-
-
-def _keep(gradient: RowGradient, is_kept: Tensor) -> None:
-    """Set sums of rows that are not kept, by place, to zero."""
-    assert gradient.sums is not None
-    gradient.sums.masked_fill_(~is_kept.unsqueeze(1), 0)

@@ -164,11 +164,8 @@ def ranked_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     layout = config.parallel
     if layout.memory_rows == 1 or not has_read_rows(config) or not _chooses_by_step(config):
         return 0.0
-    scores = sum(
-        rows * len(memory.tables)
-        for memory, rows in most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
-    )
-    return (layout.memory - 1) * _SCORE * scores
+    of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
+    return (layout.memory - 1) * _SCORE * sum(rows for _, rows in of_all)
 
 
 def _chooses_by_step(config: RunConfig) -> bool:
