@@ -50,16 +50,15 @@ def count_reads(
         pipeline: stages.
         progress: draw a bar (on rank 0).
     """
-    model = chunks[0].model_config
-    banks = {layer.view.bank: layer.view.num_bank_rows for chunk in chunks for layer in chunk.memory_layers}
+    model, layers = chunks[0].model_config, [layer for chunk in chunks for layer in chunk.memory_layers]
     counts = {
-        bank: torch.zeros(2, num_rows, dtype=torch.int64, device=groups.device) for bank, num_rows in banks.items()
+        layer.view.bank: torch.zeros(2, layer.view.num_bank_rows, dtype=torch.int64, device=groups.device)
+        for layer in layers
     }
     streams, passes = passes_over(samples, chunks, groups, micro_batch_size=1, pipeline=pipeline)
     shown = progress and groups.is_main
     with Progress("counting reads", total=len(passes), leave=False) if shown else nullcontext() as bar:
         for num_microbatches in passes:
-            layers = [layer for chunk in chunks for layer in chunk.memory_layers]
             shown_by = [_LayerReads(layer.view.bank) for layer in layers]
             for layer, observer in zip(layers, shown_by, strict=True):
                 layer.usage = observer

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from parallel.machine.devices import num_visible_gpus
-from parallel.machine.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout
 from pretrain.data.blend import open_blend
@@ -19,6 +18,7 @@ from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_co
 from pretrain.run.trained_data import how_to_prepare, tokenizer_of
 from tools.common.ranks import fewest_ranks, run_on_ranks, started_world_size
 from tools.common.words import plural
+from tools.patch.paths import check_output
 
 _MOST_SEQUENCES = 1000
 """Sequences that are read where nobody says how many."""
@@ -26,9 +26,7 @@ _MOST_SEQUENCES = 1000
 
 def run(args: argparse.Namespace) -> int:
     """Count reads, and write them."""
-    if args.output.exists():
-        raise ConfigError(f"--output is {args.output}, which is there: name a file that is not, or remove it")
-    check_can_write(args.output)
+    check_output(args.output)
     folder = RunFolder(args.run)
     saved = find_checkpoint(folder, args.step)
     sets = [f"data.datasets={json.dumps([{'path': path} for path in args.data])}"] if args.data else []

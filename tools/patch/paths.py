@@ -9,7 +9,7 @@ from pretrain.errors import CheckpointError, ConfigError
 
 
 def check_output(path: Path) -> None:
-    """Refuse to write a patch where something is already, or where nothing can be written.
+    """Refuse to write a file where something is already, or where nothing can be written.
 
     Raises:
         ConfigError: something is there already.

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,7 @@ class Lesson:
     def prepare(self) -> None:
         """Write data and exports that lessons of one seed, or of one model, have in common."""
         if WAYS[self.way].optimizer is None:
-            # It imports torch.
-            from lab.studies.teach.lora import export
-
-            export(self.model, self.exported)
+            self._export()
         for path, facts in zip(self._paths, self._batches, strict=True):
             prepare_facts(facts, path, self._tokenizer)
 
@@ -111,15 +108,23 @@ class Lesson:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Taught(**content) if content.pop("course") == asdict(self.course) else None
 
-    @property
+    @cached_property
     def saved(self) -> SavedState:
         """The model's newest checkpoint."""
         return find_checkpoint(RunFolder(self.model), None)
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
         """The model's own configuration, on one rank."""
         return saved_config(self.saved, ParallelConfig())
+
+    def _export(self) -> None:
+        """Export the model for transformers, unless that is done."""
+        from tools.cli import main
+
+        if not self.exported.exists():
+            code = main(["checkpoint", "convert", str(self.model), str(self.exported), "--format", "huggingface"])
+            assert code == 0, f"{self.model} could not be exported"
 
     @property
     def exported(self) -> Path:

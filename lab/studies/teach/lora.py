@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,8 @@ from lab.studies.teach.asking import rows_of
 from lab.studies.teach.course import Course, Taught, ask_all
 from lab.studies.teach.facts import Fact
 from lab.studies.teach.ways import LORA_RANK
-from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pretrain.convert.format import OpenedCheckpoint
 
 
 def teach_adapter(
@@ -91,22 +87,3 @@ def _stream(facts: Sequence[Fact], draw: random.Random) -> Iterator[Fact]:
     """All facts once, in an order of their own, before any of them again."""
     while True:
         yield from draw.sample(facts, len(facts))
-
-
-def export(run: Path, folder: Path) -> None:
-    """Export a run for transformers, unless it is there."""
-    from pretrain.convert.convert import convert
-    from pretrain.convert.format import ConversionTarget
-    from pretrain.convert.names import HUGGINGFACE
-    from pretrain.convert.registry import FORMATS
-    from pretrain.convert.resources import Resources
-    from tools.checkpoint.command import opened
-    from tools.checkpoint.phases import Phases
-
-    kind, size = FORMATS[HUGGINGFACE], 4 << 30
-    if kind.is_at(folder):
-        return
-    checkpoint: OpenedCheckpoint = opened(run)
-    target: Any = ConversionTarget(ParallelConfig(), False, None, size)
-    with Phases() as phases:
-        convert(checkpoint, kind, folder, target, Resources(2, size), on_start=phases.start)
