@@ -18,7 +18,7 @@ from pretrain.data.manifest import VALIDATION
 from pretrain.errors import ConfigError, DataError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
-from pretrain.run.trained_data import how_to_prepare, tokenizer_of
+from pretrain.run.trained_data import refuse_other_tokenizer, tokenizer_of
 from tools.common.given_text import text_in
 from tools.common.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 from tools.scored_text import score_rank
@@ -182,8 +182,7 @@ def check_data(config: RunConfig, folder: RunFolder, saved: SavedState, *, moved
     held_out = (dataset.manifest.splits[VALIDATION].num_documents for dataset in datasets)
     if not config.evaluation.datasets and not any(held_out):
         raise DataError(f"{paths}: prepared without held-out documents. Name a data set that has some with --data DIR.")
-    if datasets[0].tokenizer.fingerprint != tokenizer_of(folder, saved).fingerprint:
-        raise DataError(f"{paths}: prepared with another tokenizer than the run's. {how_to_prepare(folder.tokenizer)}")
+    refuse_other_tokenizer(datasets, folder, saved)
 
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:

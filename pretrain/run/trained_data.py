@@ -113,6 +113,17 @@ def _check_tokenizer(saved: SavedState, dataset: PreparedDataset) -> Iterator[st
         )
 
 
+def refuse_other_tokenizer(datasets: Sequence[PreparedDataset], folder: RunFolder, saved: SavedState) -> None:
+    """Refuse data sets, of one tokenizer, that were prepared with another one than a run's.
+
+    Raises:
+        DataError: another tokenizer prepared them, or the run's cannot be read.
+    """
+    if datasets[0].tokenizer.fingerprint != tokenizer_of(folder, saved).fingerprint:
+        paths = ", ".join(str(dataset.path) for dataset in datasets)
+        raise DataError(f"{paths}: prepared with another tokenizer than the run's. {how_to_prepare(folder.tokenizer)}")
+
+
 def how_to_prepare(tokenizer: os.PathLike[str]) -> str:
     """Advice on preparing data with the tokenizer that a run keeps."""
     return (

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.parsers import add_command, positive
+from tools.common.parsers import add_command, positive, run_of
 
 if TYPE_CHECKING:
     from pretrain.convert.format import OpenedCheckpoint
@@ -73,7 +72,7 @@ def _add_inspect(commands: Any) -> None:
     parser = add_command(commands, "inspect", "say what a checkpoint holds", _INSPECT_EPILOG)
     _add_path(parser, "path", _WHAT)
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every tensor in it")
-    parser.set_defaults(func=_run("inspect"))
+    parser.set_defaults(func=run_of("tools.checkpoint.inspect"))
 
 
 def _add_verify(commands: Any) -> None:
@@ -81,7 +80,7 @@ def _add_verify(commands: Any) -> None:
     _add_path(parser, "path", _WHAT_IS_VERIFIED)
     parser.add_argument("--finite", action="store_true", help="also look for NaN and infinities")
     add_workers(parser)
-    parser.set_defaults(func=_run("verify"))
+    parser.set_defaults(func=run_of("tools.checkpoint.verify"))
 
 
 def _add_diff(commands: Any) -> None:
@@ -98,7 +97,7 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
     parser.add_argument("--any-dtype", action="store_true", help="compare values of different dtypes")
     add_workers(parser)
-    parser.set_defaults(func=_run("diff"))
+    parser.set_defaults(func=run_of("tools.checkpoint.diff"))
 
 
 def _add_convert(commands: Any) -> None:
@@ -144,7 +143,7 @@ def _add_convert(commands: Any) -> None:
         help="bytes of tensors per file, about (default: %(default)s)",
     )
     add_workers(parser)
-    parser.set_defaults(func=_run("convert"))
+    parser.set_defaults(func=run_of("tools.checkpoint.convert"))
 
 
 def _add_path(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
@@ -162,18 +161,6 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of this process at most (default: %(default)s)",
     )
-
-
-def _run(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function behind a command, imported when it runs."""
-
-    def run(args: argparse.Namespace) -> int:
-        import importlib
-
-        code: int = importlib.import_module(f"tools.checkpoint.{name}").run(args)
-        return code
-
-    return run
 
 
 def opened(path: Path, step: int | None = None, config: Path | None = None) -> OpenedCheckpoint:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 _LINE = 119
@@ -29,6 +31,16 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def run_of(module: str) -> Callable[[argparse.Namespace], int]:
+    """`run` of a module that is imported when its command runs."""
+
+    def run(args: argparse.Namespace) -> int:
+        code: int = importlib.import_module(module).run(args)
+        return code
+
+    return run
 
 
 def add_config(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.command import add_workers, size_in_bytes
-from tools.common.parsers import add_command, positive
+from tools.common.parsers import add_command, positive, run_of
 from tools.common.ranks import add_nproc
 
 _MAKE_EPILOG = """\
@@ -102,7 +100,7 @@ def _add_counts(commands: Any) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the file to write")
     add_nproc(parser, "one per GPU, or 2; or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
-    parser.set_defaults(func=_run("counts"))
+    parser.set_defaults(func=run_of("tools.patch.counts"))
 
 
 def _add_make(commands: Any) -> None:
@@ -118,7 +116,7 @@ def _add_make(commands: Any) -> None:
         help="give up on a larger patch (default: %(default)s)",
     )
     add_workers(parser)
-    parser.set_defaults(func=_run("make"))
+    parser.set_defaults(func=run_of("tools.patch.make"))
 
 
 def _add_show(commands: Any) -> None:
@@ -129,7 +127,7 @@ def _add_show(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_workers(parser)
-    parser.set_defaults(func=_run("show"))
+    parser.set_defaults(func=run_of("tools.patch.show"))
 
 
 def _add_change(commands: Any, name: str, summary: str, epilog: str) -> None:
@@ -141,7 +139,7 @@ def _add_change(commands: Any, name: str, summary: str, epilog: str) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make instead: FOLDER stays as it is")
     add_workers(parser)
-    parser.set_defaults(func=_run("change"), action=name)
+    parser.set_defaults(func=run_of("tools.patch.change"), action=name)
 
 
 def _add_merge(commands: Any) -> None:
@@ -154,7 +152,7 @@ def _add_merge(commands: Any) -> None:
         default="refuse",
         help="rows that several patches have (default: %(default)s)",
     )
-    parser.set_defaults(func=_run("merge"))
+    parser.set_defaults(func=run_of("tools.patch.merge"))
 
 
 def _add_patch(parser: argparse.ArgumentParser) -> None:
@@ -163,13 +161,3 @@ def _add_patch(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the patch to write")
-
-
-def _run(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function behind a command, imported when it runs."""
-
-    def run(args: argparse.Namespace) -> int:
-        code: int = importlib.import_module(f"tools.patch.{name}").run(args)
-        return code
-
-    return run

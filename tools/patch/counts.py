@@ -12,10 +12,10 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate_layout
 from pretrain.data.blend import open_blend
 from pretrain.data.manifest import TRAIN
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
-from pretrain.run.trained_data import how_to_prepare, tokenizer_of
+from pretrain.run.trained_data import refuse_other_tokenizer
 from tools.common.ranks import fewest_ranks, run_on_ranks, started_world_size
 from tools.common.words import plural
 from tools.patch.paths import check_output
@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     validate_layout(config, num_ranks)
     datasets = open_blend(config.data.datasets)
     paths = ", ".join(str(dataset.path) for dataset in datasets)
-    if datasets[0].tokenizer.fingerprint != tokenizer_of(folder, saved).fingerprint:
-        raise DataError(f"{paths}: prepared with another tokenizer than the run's. {how_to_prepare(folder.tokenizer)}")
+    refuse_other_tokenizer(datasets, folder, saved)
     num_tokens = sum(dataset.manifest.splits[TRAIN].num_tokens for dataset in datasets)
     in_all = max(1, num_tokens // config.train.sequence_length)
     wanted = args.sequences or min(in_all, _MOST_SEQUENCES)
