@@ -1,14 +1,8 @@
-"""Inputs of a microbatch besides its hidden states, on their way to every block of every pipeline stage.
+"""Inputs of a microbatch besides its hidden states, which every block of a model chunk is given.
 
 A chunk with a memory that asks for tokens (`MemoryConfig.reads_tokens`) reads the microbatch from its own loader, so no
-message between stages grows. Inside a model chunk two of Megatron's arguments carry it, both of which
-`TransformerBlock` hands to every block and `_checkpointed_forward` saves as arguments of what it recomputes:
-`context_mask` the token ids and positions (`pack`), and `context`, which a block also returns, the outputs that join in
-a later block (`megamem.block.MemoryBlock`), the stream that memories of several blocks read with, or what all blocks of a chunk read
-once (`megamem.layers.shared_read`). Both belong to cross-attention, of which these models have none. Nothing is
-kept on a module: under 1F1B the forward pass of another microbatch runs before a block is recomputed. Megatron's other
-arguments would do worse: `attention_bias` and `packed_seq_params` reach a recomputed block through a closure, and
-`padding_mask` not at all where `recompute_method: block` leaves a block alone.
+message between stages grows. Nothing is kept on a module: under 1F1B the forward pass of another microbatch runs before a
+block is recomputed.
 
 Legend: s tokens of a sequence on this rank (of a context-parallel group), b sequences, t tokens of one tensor-parallel
 rank.
@@ -29,20 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tokens behind hidden states.
+    """Everything that blocks are told of a microbatch.
 
     Attributes:
-        packed: [2 + A, s, b] int64, as `pack` makes it; None where the family does not read tokens.
+        packed: [2 + A, s, b] int64, token ids and positions as `pack` makes it; None where no memory reads tokens.
         query: [t, b, D], the normalised stream of an earlier block, which the memory reads with; None: its own block's.
         read: [t, b, ...], what the layers of a chunk have read together (`megamem.layers.shared_read`), of this
             tensor-parallel rank's tokens; None where each reads by itself.
-        cache: cache of a text that is being generated, for layers that look back; None in training.
+        cache: cache of a text that is being generated, for attention and for layers that look back; None in training.
+        turns: cosines and sines of RoPE (`megamem.attention.rotary.rotary_turns`), or its angles where Megatron turns heads;
+            None without RoPE.
+        document_bounds: [documents + 1] int64 in host memory, of the documents in whole sequences; None: every sequence
+            is one.
     """
 
     packed: Tensor | None
     read: Tensor | None = None
     query: Tensor | None = None
     cache: KeyValueCache | None = None
+    turns: Tensor | None = None
+    document_bounds: Tensor | None = None
 
     @property
     def shared(self) -> Tensor:

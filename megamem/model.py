@@ -1,14 +1,21 @@
-"""Megatron's GPTModel with memory banks that belong to the model."""
+"""A chunk of the model: embedding, blocks, output projection and loss, and the memory banks, which belong to it.
+
+Megatron makes the embedding and the output projection, and ties them over pipeline stages (`LanguageModule`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -21,9 +28,11 @@ from megamem.backbone.moe import Router
 from megamem.backbone.multi_token import MultiTokenPrediction
 from megamem.backbone.norm import RMSNorm
 from megamem.backbone.parts import Parts
-from megamem.backbone.specs import backbone_parts, block_spec
+from megamem.backbone.specs import backbone_parts
 from megamem.bank import Bank, MakeBank
-from megamem.block import MemorySite
+from megamem.blocks.build import build_blocks
+from megamem.blocks.memory_sites import MemorySite
+from megamem.blocks.stack import BlockStack
 from megamem.chunk_memories import joint_read, memories_of_chunk
 from megamem.config import ModelConfig
 from megamem.halo import UNCUT, Halo
@@ -31,7 +40,6 @@ from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
 from megamem.parameters import Copy
-from megamem.recomputed_blocks import recompute_above
 from megamem.side_stream import SideStream
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
@@ -39,7 +47,7 @@ _ALL_TOKENS = 1 << 62
 """More tokens than a microbatch has."""
 
 
-class MemoryGPTModel(GPTModel):
+class MemoryGPTModel(LanguageModule):
     """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the blocks' banks.
 
     Attributes:
@@ -126,35 +134,52 @@ class MemoryGPTModel(GPTModel):
             groups=groups,
             side_stream=side_stream,
         )
-        super().__init__(
-            config=config,
-            transformer_layer_spec=block_spec(layers, parts, sites),
-            vocab_size=padded_vocab_size,
-            max_sequence_length=sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=model.tied_embeddings,
-            # Megatron cuts angles for ranks of a sequence, and not those of no columns.
-            position_embedding_type="rope" if model.rotary_width else "none",
-            # Megatron rounds the turned columns of a head down.
-            rotary_percent=1.0
-            if model.latent_attention is None
-            else (model.rotary_width + 0.5) / model.attention_head_dim,
-            rotary_base=model.rotary_base,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        super().__init__(config=config, pg_collection=groups)
         self.model_config, self._token_halo = model, token_halo
+        # Megatron asks for these names.
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = model.tied_embeddings
+        self._received: Tensor | None = None
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=padded_vocab_size,
+                max_sequence_length=sequence_length,
+                position_embedding_type="none",
+                tp_group=groups.tp,
+            )
+        if model.rotary_width:
+            self.rotary_pos_emb = _rotary(config, model, groups)
         self._gives_turns = parts.rotated_heads is not None
+        self.decoder = BlockStack(
+            config,
+            build_blocks(config, layers, parts, sites, groups),
+            final_layernorm=parts.norm if post_process else None,
+            groups=groups,
+        )
+        if post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                padded_vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=pre_process and model.tied_embeddings,
+                tp_group=groups.tp,
+            )
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+        for module in self.modules():
+            if hasattr(module, "finish_init"):
+                # Transformer Engine's, of recipes for narrower numbers.
+                module.finish_init(None)
         self.layers = layers
         first_address = 0
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
                 layer.place, layer.first_address = place, first_address
             first_address += layers_of_family[0].memory.num_addresses(len(layers_of_family))
-        if model.rotary_scaling is not None and model.rotary_width:
-            rotary = self.rotary_pos_emb
-            rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
         self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
         self.separate_documents = separate_documents
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
@@ -170,7 +195,7 @@ class MemoryGPTModel(GPTModel):
         self.chunked_loss: ChunkedLoss | None = None
         self.multi_token: MultiTokenPrediction | None = None
         if post_process:
-            self._make_losses(loss_chunk_tokens, parts, groups, kernels, vp_stage)
+            self._make_losses(loss_chunk_tokens, parts, groups, kernels)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.normalise = kernels.rms_norm
@@ -181,7 +206,6 @@ class MemoryGPTModel(GPTModel):
         parts: Parts,
         groups: ProcessGroupCollection,
         kernels: Kernels,
-        vp_stage: int | None,
     ) -> None:
         """Give the last chunk its loss in chunks, and the branch that predicts further tokens, where asked for."""
         ahead = self.model_config.multi_token_prediction
@@ -190,7 +214,7 @@ class MemoryGPTModel(GPTModel):
         self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp, kernels)
         if ahead is not None:
             self.multi_token = MultiTokenPrediction(
-                self.config, ahead, parts, self.chunked_loss, groups, blocks_before=len(self.layers), vp_stage=vp_stage
+                self.config, ahead, parts, self.chunked_loss, groups, blocks_before=self.layers.stop
             )
 
     def forward(
@@ -222,92 +246,63 @@ class MemoryGPTModel(GPTModel):
             `megamem.backbone.chunked_loss.judge` says [2, b, s].
         """
         assert cache is None or not (self.training or document_bounds is not None)
-        carried = None
+        inputs = Inputs(None, cache=cache, document_bounds=document_bounds)
         if self._memory_reads_tokens:
             assert input_ids is not None
             assert position_ids is not None
             for bank in self.own_banks:
                 bank.announce(input_ids)
             halo = self._token_halo if cache is None else cache.halo("tokens")
-            packed = self._packed(input_ids, position_ids, halo)
-            carried = {"context_mask": packed}
+            inputs = replace(inputs, packed=self._packed(input_ids, position_ids, halo))
             for read in self._joint_reads():
-                inputs = Inputs(packed)
-                carried["context"] = read(inputs.share(self.tp_group) if self.config.sequence_parallel else inputs)
-        out: Tensor = super().forward(
-            input_ids,
-            position_ids,
-            document_bounds,
-            labels=labels,
-            extra_block_kwargs=carried,
-            loss_mask=asked,
-            inference_context=cache,
-            # Megatron insists on whole logits then.
-            runtime_gather_output=None if cache is None else True,
-        )
+                own = inputs.share(self.tp_group) if self.config.sequence_parallel else inputs
+                inputs = replace(inputs, read=read(own))
+        hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else self._received
+        assert hidden is not None
+        inputs = replace(inputs, turns=self._turns(hidden, position_ids, cache))
+        hidden = self.decoder(hidden, inputs)
         if cache is not None:
             assert input_ids is not None
             cache.advance(input_ids.shape[1])
-        return out
+        return self._output(hidden, inputs, labels, asked) if self.post_process else hidden
 
-    def _preprocess(
-        self,
-        input_ids: Tensor | None,
-        position_ids: Tensor | None,
-        *args: Any,
-        inference_context: KeyValueCache | None,
-        **others: Any,
-    ) -> Any:
-        """Megatron's, with rotary angles of the tokens' own positions [s, b, 1, d] where documents are separate, and with
-        a cache; of angles their cosines and sines, where our op turns heads."""
-        hidden, angles, *rest = super()._preprocess(
-            input_ids, position_ids, *args, inference_context=inference_context, **others
-        )
+    def _turns(self, hidden: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None) -> Tensor | None:
+        """`Inputs.turns`, of the tokens' own positions where documents are separate, and with a cache."""
         if not self.model_config.rotary_width:
-            return hidden, None, *rest
-        if self.separate_documents or inference_context is not None:
+            return None
+        if self.separate_documents or cache is not None:
             assert position_ids is not None
             angles = rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)
-        return hidden, rotary_turns(angles) if self._gives_turns else angles, *rest
+        else:
+            over_ranks = self.config.context_parallel_size
+            if self.config.sequence_parallel:
+                over_ranks *= self.config.tensor_model_parallel_size
+            angles = self.rotary_pos_emb(len(hidden) * over_ranks)
+        return rotary_turns(angles) if self._gives_turns else angles
 
-    def _postprocess(
-        self,
-        hidden_states: Tensor,
-        *,
-        labels: Tensor | None,
-        loss_mask: Tensor | None,
-        inference_context: KeyValueCache | None,
-        **others: Any,
-    ) -> Tensor:
-        """From the last hidden states of the chunk [t, b, D] to what `forward` returns; with labels of a branch, its losses
-        are attached to them.
-
-        `loss_mask` is what is asked: Megatron hands it on, and reads it for predictions of several tokens alone.
-        """
+    def _output(self, hidden: Tensor, inputs: Inputs, labels: Tensor | None, asked: Tensor | None) -> Tensor:
+        """The results of `forward` from the last hidden states [t, b, D]; losses of a branch are attached to them."""
         if self.multi_token is not None and labels is not None and labels.dim() == 3:
-            hidden_states = self.multi_token(
-                hidden_states,
-                labels,
-                self.input_weight,
-                self.output_weight,
-                others["rotary_pos_emb"],
-                others["attention_mask"],
-            )
+            hidden = self.multi_token(hidden, labels, self.input_weight, self.output_weight, inputs)
             labels = labels[0]
-        if self.post_process and labels is not None and loss_mask is not None:
+        if labels is not None and asked is not None:
             chunk_tokens = self.chunked_loss.chunk_tokens if self.chunked_loss else labels.numel()
-            return judge(hidden_states, self.output_weight, labels, loss_mask, chunk_tokens, self.pg_collection.tp)
-        if self.chunked_loss is None or labels is None or labels.numel() <= self.chunked_loss.chunk_tokens:
-            if self.post_process and inference_context is not None:
-                # Megatron does so where it counts a model as under inference, which versions tell by other signs.
-                hidden_states = hidden_states[-1:]
-            # Logits of few tokens may as well be kept for backward.
-            out: Tensor = super()._postprocess(
-                hidden_states=hidden_states, labels=labels, inference_context=inference_context, **others
-            )
-            return out
-        losses: Tensor = self.chunked_loss(hidden_states, self.output_weight, labels)
-        return losses
+            return judge(hidden, self.output_weight, labels, asked, chunk_tokens, self.pg_collection.tp)
+        if self.chunked_loss is not None and labels is not None and labels.numel() > self.chunked_loss.chunk_tokens:
+            losses: Tensor = self.chunked_loss(hidden, self.output_weight, labels)
+            return losses
+        # Logits of few tokens may as well be kept for backward.
+        is_generating = inputs.cache is not None
+        logits, _ = self.output_layer(
+            hidden[-1:] if is_generating else hidden,
+            weight=self.output_weight if self.share_embeddings_and_output_weights else None,
+            runtime_gather_output=True if is_generating else None,
+        )
+        if labels is None:
+            whole: Tensor = logits.transpose(0, 1).contiguous()
+            return whole
+        out: Tensor = self.compute_language_model_loss(labels, logits)
+        return out
 
     def train_only(self, part: TrainedPart) -> None:
         """Leave gradients to a part of the model. To be called before anybody asks which parameters have some.
@@ -322,8 +317,7 @@ class MemoryGPTModel(GPTModel):
             parameter.requires_grad_(part.trains(served, is_table=parameter in tables))
         self.input_needs_gradient = part.first_block < self.layers.start
         self.output_needs_gradient = part.first_block < self.layers.stop
-        if self.config.recompute_granularity == "full":
-            recompute_above(self.decoder, max(0, part.first_block - self.layers.start))
+        self.decoder.first_recomputed = max(0, part.first_block - self.layers.start)
 
     def blocks_served(self) -> dict[nn.Parameter, frozenset[int]]:
         """The blocks, counted from the model's first, that each of this chunk's parameters serves; see
@@ -347,7 +341,7 @@ class MemoryGPTModel(GPTModel):
                 received.grad = torch.zeros_like(received)
             # Backward ends here.
             received = received.detach()
-        super().set_input_tensor([received])
+        self._received = received
 
     def rows_read(self, token_ids: Tensor, positions: Tensor) -> dict[int, Tensor]:
         """Rows of this chunk's banks, by index, that a forward pass of whole sequences reads: known without it.
@@ -462,3 +456,18 @@ class MemoryGPTModel(GPTModel):
             of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
             found += sorted(of_block, key=lambda site: not site.is_at_entry)
         return found
+
+
+def _rotary(config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection) -> RotaryEmbedding:
+    """Megatron's angles of RoPE, of which it gives a context-parallel rank its own."""
+    rotary = RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        # Megatron rounds the turned columns of a head down.
+        rotary_percent=1.0 if model.latent_attention is None else (model.rotary_width + 0.5) / model.attention_head_dim,
+        rotary_base=model.rotary_base,
+        use_cpu_initialization=config.use_cpu_initialization,
+        cp_group=groups.cp,
+    )
+    if model.rotary_scaling is not None:
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
+    return rotary

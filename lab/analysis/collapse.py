@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.analysis.deciles import COMMON, MID, RARE, Deciles
+from megamem.blocks.block import BlockState
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.data.held_out import HeldOutDataset
@@ -81,7 +82,7 @@ def distances(
     """
     watched: list[Tensor] = []
     blocks = list(model.decoder.layers)
-    handles = [blocks[0].register_forward_pre_hook(partial(_keep_input, watched), with_kwargs=True)]
+    handles = [blocks[0].register_forward_pre_hook(partial(_keep_input, watched))]
     handles += [block.register_forward_hook(partial(_keep_output, watched)) for block in blocks]
     numbers = np.linspace(0, len(held_out) - 1, num_contexts).round().astype(int).tolist()
     contexts = torch.stack([held_out[number]["tokens"][:context_tokens] for number in numbers])
@@ -113,10 +114,9 @@ def _sums(model: MemoryGPTModel, contexts: Tensor, pair: tuple[int, int], watche
     return torch.stack((apart.sum(1), (apart / states.norm(dim=-1).mean(1)).sum(1)))
 
 
-def _keep_input(watched: list[Tensor], _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    hidden = named["hidden_states"] if "hidden_states" in named else arguments[0]
-    watched.append(hidden[-1])
+def _keep_input(watched: list[Tensor], _: Any, arguments: tuple[BlockState, Any]) -> None:
+    watched.append(arguments[0].hidden[-1])
 
 
-def _keep_output(watched: list[Tensor], _: Any, arguments: tuple[Any, ...], out: Any) -> None:
-    watched.append((out[0] if isinstance(out, tuple) else out)[-1])
+def _keep_output(watched: list[Tensor], _: Any, arguments: tuple[Any, ...], out: BlockState) -> None:
+    watched.append(out.hidden[-1])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.block import CoreSite
+from megamem.blocks.memory_sites import CoreSite
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.data.held_out import HeldOutDataset
@@ -93,7 +93,8 @@ def _slopes(output: Tensor, gradient: Tensor, num_heads: int) -> Tensor:
 def _watching(model: MemoryGPTModel, outputs: list[Tensor]) -> Iterator[None]:
     """Within it weights ask for no gradient, and a forward pass leaves the heads' outputs of every block in `outputs`."""
     asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    cores = [block.self_attention.core_attention for block in model.decoder.layers]
+    blocks: Any = model.decoder.layers
+    cores = [block.self_attention.core_attention for block in blocks]
     attention = [core.core if isinstance(core, CoreSite) else core for core in cores]
     handles = [core.register_forward_hook(partial(_keep, outputs)) for core in attention]
     for parameter in asking:

@@ -25,7 +25,7 @@ from lab.bench.device_activity import DeviceActivity, device_activity
 from lab.bench.synthetic_run import SyntheticRun
 from lab.bench.timeline import RangeTimes, Timeline
 from megamem.bank import Bank
-from megamem.block import FfnWithMemory
+from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
 from megamem.side_stream import SideStream

@@ -46,7 +46,7 @@ def reliances() -> dict[str, str]:
 
 
 def imported() -> dict[str, str]:
-    """Names that are imported from the engine, as in megatron.core.models.gpt:GPTModel, with the first file that does."""
+    """Names that are imported from the engine, as in megatron.core.transformer.mlp:MLP, with the first file that does."""
     found: dict[str, str] = {}
     for file in _files():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -4,7 +4,7 @@ With E the embedding, O the output projection and h^0_i the normed output of the
 
     x_i = W_n [Norm(E t_{i+n}); Norm(h^{n-1}_i)],    h^n_i = Norm(Block_n(x_i)),    p(t_{i+n+1}) = Softmax(O h^n_i).
 
-The blocks are Megatron's own, without a memory. Megatron's module for this rolls the tokens in the middle of the model,
+The blocks are those of the model, without a memory. Megatron's module for this rolls the tokens in the middle of the model,
 by messages between the ranks that share a sequence; here they are shifted before sequences are cut.
 
 Legend: t tokens of a sequence on this rank, s on its context-parallel rank, b sequences, D hidden size, V ids.
@@ -23,16 +23,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megamem.backbone.chunked_loss import ChunkedLoss
 from megamem.backbone.parts import Parts
+from megamem.blocks.block import Block, BlockState
 from megamem.config import MultiTokenConfig
+from megamem.inputs import Inputs
 from megamem.losses import inject
 from megamem.parameters import Matrices, ReducedOver, declare, parameter_device
+from megamem.placement.block_plan import PLAIN
 from megamem.width_config import Width
 
 
@@ -84,19 +85,16 @@ class MultiTokenPrediction(MegatronModule):
         groups: ProcessGroupCollection,
         *,
         blocks_before: int,
-        vp_stage: int | None,
     ) -> None:
         """Build it with unset weights.
 
         Args:
-            blocks_before: blocks of the chunk, from which Megatron numbers the branch's on.
-            vp_stage: index of the chunk on its rank; None without interleaving.
+            blocks_before: blocks of the model, from which those of the branch are numbered on.
         """
         super().__init__(config)
         self._weight, self._loss, self._group = settings.loss_weight / settings.depth, loss, groups.tp
         self.layers = nn.ModuleList(
-            _Depth(config, parts, groups, layer_number=blocks_before + n, vp_stage=vp_stage)
-            for n in range(1, settings.depth + 1)
+            _Depth(config, parts, groups, layer_number=blocks_before + n) for n in range(1, settings.depth + 1)
         )
         self.sums = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=parameter_device(self.config))
 
@@ -110,8 +108,7 @@ class MultiTokenPrediction(MegatronModule):
         labels: Tensor,
         embedding: Tensor,
         output: Tensor,
-        angles: Tensor | None,
-        document_bounds: Tensor | None,
+        inputs: Inputs,
     ) -> Tensor:
         """The normed hidden states [t, b, D] themselves, whose backward adds the gradients of the branch's losses.
 
@@ -120,14 +117,11 @@ class MultiTokenPrediction(MegatronModule):
         Args:
             labels: [1 + depth, b, s] int64, see `stacked`.
             embedding, output: [V, D], this rank's rows.
-            angles: angles of RoPE, or their cosines and sines, as the blocks before got them.
-            document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences; None: every sequence is
-                one.
         """
         state, out = hidden, hidden
         for n, layer in enumerate(self.layers):
             # Where there is no token nothing counts, and only such places attend to it.
-            state = layer(state, self._embedded(_ids(labels[n]), embedding), angles, document_bounds)
+            state = layer(state, self._embedded(_ids(labels[n]), embedding), inputs)
             counts = labels[n + 1] >= 0
             nats = (self._loss(state, output, _ids(labels[n + 1])) * counts).sum()
             self.sums[n] += torch.stack((nats.detach().double(), counts.sum().double()))
@@ -170,32 +164,27 @@ class _Depth(MegatronModule):
         groups: ProcessGroupCollection,
         *,
         layer_number: int,
-        vp_stage: int | None,
     ) -> None:
         super().__init__(config)
         norm = partial(parts.norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.embedding_norm, self.hidden_norm = norm(), norm()
         self.projection = _Projection(config)
-        self.block = build_module(
-            ModuleSpec(module=TransformerLayer, submodules=parts.block()),
-            config=config,
-            layer_number=layer_number,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        self.block = Block(config, parts.block(), layer_number=layer_number, plan=PLAIN, joins=(), groups=groups)
         self.final_layernorm = norm()
 
-    def forward(self, hidden: Tensor, token: Tensor, angles: Tensor | None, document_bounds: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, token: Tensor, inputs: Inputs) -> Tensor:
         """[t, b, D] of [t, b, D] each; with full recomputation backward keeps those alone."""
         if self.config.recompute_granularity == "full":
-            recomputed: Tensor = tensor_parallel.checkpoint(self._run, False, hidden, token, angles, document_bounds)
+            recomputed: Tensor = tensor_parallel.checkpoint(
+                self._run, False, hidden, token, inputs.turns, inputs.document_bounds
+            )
             return recomputed
-        return self._run(hidden, token, angles, document_bounds)
+        return self._run(hidden, token, inputs.turns, inputs.document_bounds)
 
-    def _run(self, hidden: Tensor, token: Tensor, angles: Tensor | None, document_bounds: Tensor | None) -> Tensor:
+    def _run(self, hidden: Tensor, token: Tensor, turns: Tensor | None, document_bounds: Tensor | None) -> Tensor:
         x = self.projection(torch.cat((self.embedding_norm(token), self.hidden_norm(hidden)), -1))
-        out, _ = self.block(hidden_states=x, attention_mask=document_bounds, rotary_pos_emb=angles)
-        normed: Tensor = self.final_layernorm(out)
+        out = self.block(BlockState(x), Inputs(None, turns=turns, document_bounds=document_bounds))
+        normed: Tensor = self.final_layernorm(out.hidden)
         return normed
 
 

@@ -1,4 +1,4 @@
-"""Modules that the blocks of a model are built from, Megatron's own block of them, and what a slot edits in it."""
+"""Modules that the blocks of a model are built from, the parts of a block without a memory, and what a slot changes of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import nn
 
 from kernels.rotated_heads.op import RotatedHeads
 from megamem.attention.kv_cache import CachingSelfAttention
@@ -21,6 +20,28 @@ from megamem.placement.block_plan import BlockPlan
 from megamem.placement.slots import SKIP, Slot
 from megamem.placement.spans import Span
 from megamem.side_stream import SideStream
+
+
+@dataclass
+class BlockParts:
+    """Parts of one block, which the slots of its memories change before it is built.
+
+    Attributes:
+        input_layernorm: makes the norm before attention.
+        self_attention: spec of attention.
+        pre_mlp_layernorm: makes the norm before the feed-forward.
+        mlp: makes the feed-forward, or what stands beside it or in its place; None: attention's output is all that the
+            block adds.
+        entry: makes the memory before attention; None: there is none.
+        adds_to_attention: attention's output joins the stream before what follows; else it is all that follows.
+    """
+
+    input_layernorm: Callable[..., nn.Module]
+    self_attention: ModuleSpec
+    pre_mlp_layernorm: Callable[..., nn.Module]
+    mlp: Callable[..., nn.Module] | None
+    entry: Callable[..., nn.Module] | None = None
+    adds_to_attention: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,8 +56,7 @@ class Parts:
         rotated_heads: normalises and turns heads (`megamem.attention.kv_cache.CachingSelfAttention`); None: Megatron
             does.
         core: attention of heads (`megamem.attention.core`).
-        ffn: the feed-forward where Megatron's layer builds it.
-        make_ffn: builds it elsewhere.
+        make_ffn: builds the feed-forward.
         latent: settings of latent attention; None: keys and values have projections of their own.
         side_stream: stream on which the memory of a block runs beside its feed-forward.
     """
@@ -48,20 +68,17 @@ class Parts:
     latent_norm: Any
     rotated_heads: RotatedHeads | None
     core: Any
-    ffn: ModuleSpec
-    make_ffn: Callable[..., Any]
+    make_ffn: Callable[..., nn.Module]
     latent: LatentAttentionConfig | None
     side_stream: SideStream
 
-    def block(self) -> TransformerLayerSubmodules:
-        """Megatron's own block."""
-        return TransformerLayerSubmodules(
+    def block(self) -> BlockParts:
+        """The parts of a block without a memory."""
+        return BlockParts(
             input_layernorm=self.norm,
             self_attention=self._attention(),
-            self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=self.norm,
-            mlp=self.ffn,
-            mlp_bda=get_bias_dropout_add,
+            mlp=self.make_ffn,
         )
 
     def _attention(self) -> ModuleSpec:
@@ -110,5 +127,5 @@ class Site:
         assert self.span.is_skip == (self.slot == SKIP)
 
 
-BlockEdit: TypeAlias = Callable[[TransformerLayerSubmodules, Site, Parts], None]
-"""Edit of a slot (`megamem.placement.slots.Slot.edit_path`) in a block that `Parts.block` has made."""
+BlockEdit: TypeAlias = Callable[[BlockParts, Site, Parts], None]
+"""Edit of a slot (`megamem.placement.slots.Slot.edit_path`) in the parts that `Parts.block` names."""

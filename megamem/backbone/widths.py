@@ -6,7 +6,6 @@ feed-forwards and experts are taken to grow as the model does, and so is the num
 
 from __future__ import annotations
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import nn
@@ -17,7 +16,7 @@ from megamem.parameters import set_width
 from megamem.width_config import Width
 
 
-def set_backbone_widths(model: GPTModel) -> None:
+def set_backbone_widths(model: nn.Module) -> None:
     """Say of the parameters of a model chunk, which are declared already, how they follow its width."""
     for module in model.modules():
         for name, width in _of_weights(module).items():

@@ -1,7 +1,7 @@
 """Places in a block where a memory acts: what each changes of the block, as a record that a family may bring itself.
 
 The config of a memory names its slot (`MemoryConfig.slot_of`). `block_plan.py` resolves what is left of every block,
-which building, costs, growth, exports and initialisation read; `megamem.backbone` lets the slot edit the block's spec.
+which building, costs, growth, exports and initialisation read; `megamem.blocks` lets the slot change the block's parts.
 The slots around the feed-forward are here, as `placement` puts any family there, and those before a block, which families
 share; others stand beside their families.
 """
@@ -17,10 +17,9 @@ class Slot:
 
     Attributes:
         name: name in exported configurations and messages.
-        edit_path: `module:function` that changes what the memory asks for, and nothing else, in a block's spec (a
+        edit_path: `module:function` that changes what the memory asks for, and nothing else, in a block's parts (a
             `megamem.backbone.parts.BlockEdit`); a path, because Megatron takes seconds to load.
-        module: the module of a block that holds the memory, a `megamem.block.MemorySite`.
-        layer_path: `module:Class` of the block itself, a `megamem.block.MemoryBlock`.
+        module: the module of a block that holds the memory, a `megamem.blocks.memory_sites.MemorySite`.
         has_ffn: the block has a feed-forward besides.
         has_output_projection: the block's attention has an output projection.
         is_inserted: the memory is all that its block adds to the residual stream. Such a block has neither a
@@ -33,7 +32,6 @@ class Slot:
     name: str
     edit_path: str
     module: str = "mlp"
-    layer_path: str = "megamem.block:MemoryBlock"
     has_ffn: bool = True
     has_output_projection: bool = True
     is_inserted: bool = False
@@ -50,7 +48,7 @@ class Slot:
         return self.module.startswith("self_attention")
 
 
-_AROUND_FFN = "megamem.block:edit_ffn"
+_AROUND_FFN = "megamem.blocks.slot_edits:edit_ffn"
 
 BESIDE = Slot("beside", _AROUND_FFN, is_exported=True)
 """h + FFN(n) + Mem(n): `forward(n, inputs)` returns [t, b, D], of the normalised input n [t, b, D] of the block's
@@ -63,11 +61,10 @@ projection. `forward(n, inputs)` is given the sum as it is."""
 SKIP = Slot("skip", _AROUND_FFN, is_exported=True)
 """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
 
-_BEFORE = "megamem.entry_block:edit"
-_BEHIND_ENTRY = "megamem.entry_block:EntryBlock"
-ENTRY = Slot("entry", _BEFORE, module="entry", layer_path=_BEHIND_ENTRY, is_exported=True)
+_BEFORE = "megamem.blocks.slot_edits:edit_entry"
+ENTRY = Slot("entry", _BEFORE, module="entry", is_exported=True)
 """h + Mem(h) before the block's attention and its norm: `forward(h, inputs)` returns [t, b, D] for the residual stream
 h [t, b, D] of this rank's tokens."""
-EMBEDDING = Slot("embedding", _BEFORE, module="entry", layer_path=_BEHIND_ENTRY, is_exported=True)
+EMBEDDING = Slot("embedding", _BEFORE, module="entry", is_exported=True)
 """Mem(h) before the first block, whose stream h [t, b, D] is the input embedding of this rank's tokens: `forward(h, inputs)`
 returns what the blocks get in its place."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention
-from megamem.backbone.parts import Parts, Site
-from megamem.block import MemorySite
+from megamem.backbone.parts import BlockParts, Parts, Site
+from megamem.blocks.memory_sites import MemorySite
 from megamem.inputs import Inputs
 
 
-def edit_values(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+def edit_values(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory into attention, plain or latent."""
     attention: Any = block.self_attention
     attention.params["site"] = site

@@ -24,7 +24,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from megamem.block import MemorySite
+from megamem.blocks.memory_sites import MemorySite
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
 

@@ -61,8 +61,7 @@ def on_rank(config: RunConfig) -> OnRank:
     with tiny_run(config) as run:
         hidden: list[tuple[int, ...]] = []
         run.bare[0].decoder.layers[0].register_forward_pre_hook(
-            lambda _, arguments, named: hidden.append(tuple((*arguments, named.get("hidden_states"))[0].shape)),
-            with_kwargs=True,
+            lambda _, arguments: hidden.append(tuple(arguments[0].hidden.shape))
         )
         with sent_bytes(run.groups.megatron.cp) as sent:
             ((loss, _),) = run.train(1)

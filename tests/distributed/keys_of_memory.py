@@ -421,8 +421,7 @@ def _enter_query(query: Any) -> None:
                     lambda module, arguments, seen=seen: seen.update(given=arguments[0].flatten(2))
                 ),
                 block.register_forward_pre_hook(
-                    lambda module, arguments, keywords, seen=seen: seen.update(x=(*arguments, *keywords.values())[0]),
-                    with_kwargs=True,
+                    lambda module, arguments, seen=seen: seen.update(x=arguments[0].hidden)
                 ),
             ]
             subject.logits()

@@ -18,6 +18,8 @@ from keys_table import (
 from torch import Tensor
 
 from megamem.attention.rotary import rotary_turns
+from megamem.blocks.block import BlockState
+from megamem.inputs import Inputs
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 
@@ -123,10 +125,9 @@ def _(base: Subject, second: Subject) -> None:
     x = torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(3))
     for subject in (base, second):
         with torch.no_grad():
-            out, _ = subject.model.decoder.layers[1](
-                x, rotary_pos_emb=rotary_turns(subject.model.rotary_pos_emb(8)), context=None, context_mask=None
-            )
-        assert torch.equal(out, x) == (subject is second)
+            turns = rotary_turns(subject.model.rotary_pos_emb(8))
+            out = subject.model.decoder.layers[1](BlockState(x), Inputs(None, turns=turns))
+        assert torch.equal(out.hidden, x) == (subject is second)
 
 
 @SHARING.key(
@@ -152,7 +153,7 @@ def outputs_that_the_memory_changes(subject: Subject) -> list[int]:
     for enabled in (True, False):
         seen: list[Tensor] = []
         hooks = [
-            layer.register_forward_hook(lambda _, inputs, out, seen=seen: seen.append(out[0]))
+            layer.register_forward_hook(lambda _, inputs, out, seen=seen: seen.append(out.hidden))
             for layer in subject.model.decoder.layers
         ]
         subject.model.set_memory_enabled(enabled)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megamem.block import FfnWithMemory
+from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.config import ModelConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -101,20 +101,20 @@ def capture_streams(model: MemoryGPTModel) -> dict[str, Tensor]:
     for index, layer in enumerate(model.decoder.layers):
         number = memories if isinstance(layer.mlp, FfnWithMemory) else None
 
-        def before(_: Any, args: Any, kwargs: Any, index: int = index) -> None:
-            keep(f"block_in.{index}", kwargs["hidden_states"])
+        def before(_: Any, args: Any, index: int = index) -> None:
+            keep(f"block_in.{index}", args[0].hidden)
 
         def memory(_: Any, args: Any, out: Tensor, number: int | None = number) -> None:
             keep(f"mem_in.{number}", args[0])
             keep(f"mem_out.{number}", out)
 
         def after(_: Any, args: Any, out: Any, index: int = index, number: int | None = number) -> None:
-            keep(f"block_out.{index}", out[0])
+            keep(f"block_out.{index}", out.hidden)
             if number is not None:
                 # The release adds the memory's output after its block; here it is part of it.
                 streams[f"block_out.{index}"] = streams[f"block_out.{index}"] - streams[f"mem_out.{number}"]
 
-        layer.register_forward_pre_hook(before, with_kwargs=True)
+        layer.register_forward_pre_hook(before)
         if number is not None:
             layer.mlp.memory.register_forward_hook(memory)
             memories += 1

@@ -19,6 +19,7 @@ from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
+from megamem.inputs import Inputs
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelSizes, initialise_groups
@@ -108,8 +109,8 @@ def errors_of_stack(golden_dir: Path, case: str, dtype: torch.dtype) -> dict[str
         x = weights["x"].to(dtype).requires_grad_()
         streams = []
         for layer in model.decoder.layers:
-            layer.register_forward_hook(lambda module, arguments, out: streams.append(out[0]))
-        model.decoder(x.transpose(0, 1), None, rotary_pos_emb=rotary_turns(model.rotary_pos_emb(recorded["seq"])))
+            layer.register_forward_hook(lambda module, arguments, out: streams.append(out.hidden))
+        model.decoder(x.transpose(0, 1), Inputs(None, turns=rotary_turns(model.rotary_pos_emb(recorded["seq"]))))
         (streams[-1].transpose(0, 1) * tensors["r"].to(dtype)).sum().backward()
         assert x.grad is not None
         results = {f"h{i}": (stream.transpose(0, 1), tensors[f"mid.h{i}"]) for i, stream in enumerate(streams)}

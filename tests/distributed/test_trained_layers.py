@@ -156,8 +156,8 @@ def test_backward_ends_at_the_lowest_layer_that_something_trained_is_in(
                     forward[number] += 1
 
                 def seen(_module: Any, _inputs: Any, out: Any, number: int = number) -> None:
-                    if out[0].requires_grad:
-                        out[0].register_hook(lambda _: backward.__setitem__(number, backward[number] + 1))
+                    if out.hidden.requires_grad:
+                        out.hidden.register_hook(lambda _: backward.__setitem__(number, backward[number] + 1))
 
                 layer.self_attention.register_forward_hook(begun)
                 layer.register_forward_hook(seen)

@@ -22,6 +22,7 @@ from tiny_runs import PRIVATE, SHARED, build, joined, on, tiny_run
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
+from megamem.blocks.block import BlockState
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
@@ -101,7 +102,7 @@ def changes(config: RunConfig, num_steps: int = 4) -> dict[str, float]:
         for name, module in named:
             module.register_forward_hook(
                 lambda _, inputs, out, name=name: seen.update(
-                    {name: (out[0] if isinstance(out, tuple) else out).detach()}
+                    {name: (out.hidden if isinstance(out, BlockState) else out).detach()}
                 )
             )
 

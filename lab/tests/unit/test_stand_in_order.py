@@ -270,7 +270,7 @@ RUNS: tuple[tuple[RunConfig, int, tuple[tuple[str, Plant, str, str], ...]], ...]
         ("a wait left out before the memory", start(waits=False), "megamem/layers/tucker.py", "triton_rms_norm"),
     )),
     (OF_FOUR, 4, (
-        ("a wait left out behind the memory", start(joins=False), "megamem/block.py", "megamem/layers/tucker.py"),
+        ("a wait left out behind the memory", start(joins=False), "megamem/blocks/memory_sites.py", "megamem/layers/tucker.py"),
         ("tables that are not there", weights_that_are_not_waited_for, "kernels/", "weight_gathering.py"),
     )),
     (RECOMPUTED, 2, (

@@ -165,7 +165,7 @@ RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
     )),
     (ALONE, (
         ("evaluation: a wait left out behind the memory", only_in("evaluation", start(joins=False)),
-         "megamem/block.py", "megamem/layers/tucker.py"),
+         "megamem/blocks/memory_sites.py", "megamem/layers/tucker.py"),
         ("restoring: weights set beside their gather", only_in("restoring", weights_set_beside_their_gather),
          "pretrain/engine/optimizer.py", "weight_gathering.py"),
         ("generation: keys cached on another stream", only_in("generation", keys_cached_on_another_stream),

@@ -6,42 +6,41 @@ query heads of this tensor-parallel rank, d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megamem.backbone.parts import Parts, Site
-from megamem.block import CoreSite, edit_ffn
+from megamem.backbone.parts import BlockParts, Parts, Site
+from megamem.blocks.memory_sites import CoreSite
+from megamem.blocks.slot_edits import edit_ffn
 from megamem.inputs import Inputs
 
 
-def edit_heads(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+def edit_heads(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory behind the heads, in place of all that would follow."""
     attention: Any = block.self_attention
     attention.submodules.core_attention = partial(CoreWithMemory, make_core=parts.core, site=site)
     attention.submodules.linear_proj = HeadsToTokens
-    block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    block.pre_mlp_layernorm, block.mlp = IdentityOp, None
 
 
-def edit_stream_and_heads(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+def edit_stream_and_heads(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory in place of the feed-forward, and heads as they are before it."""
     edit_ffn(block, site, parts)
     attention: Any = block.self_attention
     attention.submodules.linear_proj = HeadsToTokens
 
 
-def edit_projected(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+def edit_projected(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory in place of the feed-forward, and attention's output alone before it."""
     edit_ffn(block, site, parts)
-    block.self_attn_bda = without_stream
+    block.adds_to_attention = False
 
 
 class CoreWithMemory(CoreSite):
@@ -84,12 +83,3 @@ class HeadsToTokens(MegatronModule):
         if self.group.size() == 1:
             return heads, None
         return all_to_all_hp2sp(heads, self.group).unflatten(0, (-1, heads.shape[1])), None
-
-
-def without_stream(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Instead of Megatron's sum of a block's residual stream and its attention's output: the latter alone."""
-
-    def output(output_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
-        return output_and_bias[0]
-
-    return output

@@ -8,15 +8,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megamem.backbone.parts import Parts, Site
-from megamem.block import CoreSite
+from megamem.backbone.parts import BlockParts, Parts, Site
+from megamem.blocks.memory_sites import CoreSite
 from megamem.inputs import Inputs
 
 
-def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+def edit(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory behind the heads."""
     attention: Any = block.self_attention
     attention.submodules.core_attention = partial(HeadsWithMemory, make_core=parts.core, site=site)

@@ -1,0 +1,50 @@
+"""Building the blocks of a model chunk: of the backbone's parts, which the slots of their memories change."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megamem.backbone.norm import LayerNorm
+from megamem.backbone.parts import BlockEdit, Parts, Site
+from megamem.blocks.block import Block
+from megamem.placement.block_plan import PLAIN
+from megamem.placement.spans import pending_before
+
+
+def build_blocks(
+    config: TransformerConfig,
+    layers: range,
+    parts: Parts,
+    sites: Mapping[int, Sequence[Site]],
+    groups: ProcessGroupCollection,
+) -> list[Block]:
+    """The blocks of one model chunk, with unset weights.
+
+    Args:
+        layers: global 0-based numbers of the chunk's blocks.
+        sites: the chunk's memories, by the block that they read in.
+    """
+    spans = [site.span for of_block in sites.values() for site in of_block]
+    blocks = []
+    for number in layers:
+        of_block, changed = sites.get(number, ()), parts.block()
+        for site in of_block:
+            if site.plan.has_layer_norm:
+                changed.input_layernorm = LayerNorm
+            edit: BlockEdit = pkgutil.resolve_name(site.slot.edit_path)
+            edit(changed, site, parts)
+        blocks.append(
+            Block(
+                config,
+                changed,
+                layer_number=number + 1,
+                plan=of_block[0].plan if of_block else PLAIN,
+                joins=tuple(span.add == number for span in pending_before(spans, number)),
+                groups=groups,
+            )
+        )
+    return blocks
