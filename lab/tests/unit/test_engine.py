@@ -23,7 +23,9 @@ def test_the_engine_is_what_was_recorded() -> None:
 def test_every_version_that_we_run_on_has_a_record_without_gaps() -> None:
     assert recorded_versions() == sorted(MEGATRON_VERSIONS)
     records = [read_record(name) for name in recorded_versions()]
-    assert {"megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors", *replaced()} <= set(records[0])
+    assert {"megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors", *replaced()} <= set(
+        records[0]
+    )
     for record in records:
         assert record.keys() == records[0].keys()
         assert MISSING not in record.values()
