@@ -27,6 +27,7 @@ CONFIG_FILES = (
     "megamem/config.py",
     "megamem/memory_config.py",
     "megamem/placement/sharing.py",
+    "megamem/residual_streams/config.py",
     "megamem/retrieval/config.py",
     *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
     "pretrain/config/schema.py",

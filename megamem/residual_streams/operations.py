@@ -1,0 +1,233 @@
+"""Operations on streams, computed in at least fp32, with their gradients.
+
+Backward keeps streams in their own dtype. Left to autograd, every operation would keep a copy of them in fp32, which in
+bf16 is twice the streams themselves.
+
+Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size, K columns, M outputs. i is the
+stream that is read, j the one that is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which maps are computed: fp32, or that of the streams if it has more digits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def weighed(streams: Tensor, weights: Tensor) -> Tensor:
+    """u = sum_i w_i X_i, [t, b, D], rounded to the streams' dtype once.
+
+    Args:
+        streams: X [t, b, n, D].
+        weights: w [t, b, n].
+    """
+    out: Tensor = _Weighed.apply(streams, weights)
+    return out
+
+
+class _Weighed(torch.autograd.Function):
+    """dX_i = w_i du and dw_i = <X_i, du>."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, weights)
+        wide = wide_dtype(streams.dtype)
+        return (weights.to(wide).unsqueeze(-2) @ streams.to(wide)).squeeze(-2).to(streams.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        streams, weights = ctx.saved_tensors
+        wide = wide_dtype(streams.dtype)
+        grad, of_streams, of_weights = grads[0].to(wide), None, None
+        if ctx.needs_input_grad[0]:
+            of_streams = (weights.to(wide).unsqueeze(-1) * grad.unsqueeze(-2)).to(streams.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weights = (streams.to(wide) @ grad.unsqueeze(-1)).squeeze(-1).to(weights.dtype)
+        return of_streams, of_weights
+
+
+def mixed(streams: Tensor, out: Tensor, post: Tensor, mix: Tensor | None) -> Tensor:
+    """X'_j = post_j y + sum_i mix_ij X_i, rounded to the streams' dtype once.
+
+    Args:
+        streams: X [t, b, n, D].
+        out: y [t, b, D].
+        post: [t, b, n].
+        mix: [t, b, n, n], the stream read and the stream written; None: the identity.
+    """
+    result: Tensor = _Mixed.apply(streams, out, post, mix)
+    return result
+
+
+class _Mixed(torch.autograd.Function):
+    """dX_i = sum_j mix_ij G_j, dy = sum_j post_j G_j, dpost_j = <y, G_j> and dmix_ij = <X_i, G_j>, with G = dX'."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, out: Tensor, post: Tensor, mix: Tensor | None) -> Tensor:
+        # Without mixing backward has no use for the streams.
+        ctx.save_for_backward(None if mix is None else streams, out, post, mix)
+        wide = wide_dtype(streams.dtype)
+        stayed = streams.to(wide) if mix is None else mix.to(wide).transpose(-1, -2) @ streams.to(wide)
+        return torch.addcmul(stayed, post.to(wide).unsqueeze(-1), out.to(wide).unsqueeze(-2)).to(streams.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        streams, out, post, mix = ctx.saved_tensors
+        wide = wide_dtype(grads[0].dtype)
+        grad = grads[0].to(wide)
+        of_streams = of_out = of_post = of_mix = None
+        if ctx.needs_input_grad[0]:
+            of_streams = (grad if mix is None else mix.to(wide) @ grad).to(grads[0].dtype)
+        if ctx.needs_input_grad[1]:
+            of_out = (post.to(wide).unsqueeze(-2) @ grad).squeeze(-2).to(out.dtype)
+        if ctx.needs_input_grad[2]:
+            of_post = (grad @ out.to(wide).unsqueeze(-1)).squeeze(-1).to(post.dtype)
+        if ctx.needs_input_grad[3]:
+            of_mix = (streams.to(wide) @ grad.transpose(-1, -2)).to(mix.dtype)
+        return of_streams, of_out, of_post, of_mix
+
+
+def normal_product(x: Tensor, weight: Tensor, epsilon: float, *, centred: bool = False) -> Tensor:
+    """W ((x - m) / sqrt(mean((x - m)^2) + epsilon)), [..., M], in the dtype of W.
+
+    Args:
+        x: [..., K], of any dtype.
+        weight: W [M, K], in at least fp32.
+        centred: m is the mean of x, as in layer normalisation; else 0.
+    """
+    out: Tensor = _NormalProduct.apply(x, weight, epsilon, centred)
+    return out
+
+
+class _NormalProduct(torch.autograd.Function):
+    """With c = x - m, r = (mean(c^2) + epsilon)^-1/2 and f = W c r: dW = df^T c r and, for p = W^T df,
+    dx = r (p - c r <df, f> / K), less its mean where x is centred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, centred: bool) -> Tensor:
+        wide = _centred(x.to(weight.dtype), centred)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        # Few outputs are scaled, and not the many columns.
+        out = F.linear(wide, weight).mul_(scale)
+        ctx.save_for_backward(x, weight, scale, out)
+        ctx.centred = centred
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, scale, out = ctx.saved_tensors
+        wide, grad = _centred(x.to(weight.dtype), ctx.centred), grads[0]
+        scaled, of_x, of_weight = grad * scale, None, None
+        if ctx.needs_input_grad[1]:
+            of_weight = scaled.flatten(0, -2).t() @ wide.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            along = (grad * out).sum(-1, keepdim=True).mul_(scale.square()).div_(x.shape[-1])
+            of_x = _centred(torch.addcmul(scaled @ weight, wide, along, value=-1), ctx.centred).to(x.dtype)
+        return of_x, of_weight, None, None
+
+
+def _centred(x: Tensor, centred: bool) -> Tensor:
+    return x - x.mean(-1, keepdim=True) if centred else x
+
+
+def stream_norm(streams: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm of every stream, rounded to the streams' dtype once.
+
+    Args:
+        streams: [t, b, n, D].
+        gain: [n, D], in at least fp32.
+    """
+    out: Tensor = _StreamNorm.apply(streams, gain, epsilon)
+    return out
+
+
+class _StreamNorm(torch.autograd.Function):
+    """With N = X r, r = (mean(X^2) + epsilon)^-1/2: dX = r (g dz - N mean(g dz N)) and dg = sum over tokens of dz N."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+        wide = streams.to(gain.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(streams, gain, scale)
+        return (wide * scale).mul_(gain).to(streams.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        streams, gain, scale = ctx.saved_tensors
+        normal, grad = streams.to(gain.dtype) * scale, grads[0].to(gain.dtype)
+        of_gain, of_streams = grad * normal, None
+        if ctx.needs_input_grad[0]:
+            along = (of_gain * gain).mean(-1, keepdim=True)
+            of_streams = torch.addcmul(grad * gain, normal, along, value=-1).mul_(scale).to(streams.dtype)
+        return of_streams, of_gain.sum((0, 1)) if ctx.needs_input_grad[1] else None, None
+
+
+def gated_mean(normal: Tensor, logits: Tensor) -> Tensor:
+    """u = mean_i sigmoid(l_i) z_i, [t, b, D], rounded to the dtype of z once.
+
+    Args:
+        normal: z [t, b, n, D].
+        logits: l [t, b, n, D].
+    """
+    out: Tensor = _GatedMean.apply(normal, logits)
+    return out
+
+
+class _GatedMean(torch.autograd.Function):
+    """With g = sigmoid(l): dz_i = g_i du / n and dl_i = z_i g_i (1 - g_i) du / n."""
+
+    @staticmethod
+    def forward(ctx: Any, normal: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(normal, logits)
+        gate = torch.sigmoid(logits.to(wide_dtype(logits.dtype)))
+        return gate.mul_(normal).mean(-2).to(normal.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        normal, logits = ctx.saved_tensors
+        gate = torch.sigmoid(logits.to(wide_dtype(logits.dtype)))
+        gated = gate * (grads[0].to(gate.dtype) / normal.shape[-2]).unsqueeze(-2)
+        return gated.to(normal.dtype), (1 - gate).mul_(normal).mul_(gated).to(logits.dtype)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """W x, [..., M], in the dtype of W.
+
+    Args:
+        x: [..., K], of any dtype.
+        weight: W [M, K], in at least fp32.
+    """
+    out: Tensor = _WideProduct.apply(x, weight)
+    return out
+
+
+class _WideProduct(torch.autograd.Function):
+    """Product with x in the dtype of W; backward keeps x in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        of_x = (grad @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.flatten(0, -2).t() @ x.to(weight.dtype).flatten(0, -2)
+        return of_x, of_weight
