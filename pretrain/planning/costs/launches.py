@@ -25,7 +25,7 @@ LAUNCHES_EXPERT = (5, 12)
 """Kernels that each of a rank's experts adds, one after the other."""
 LAUNCHES_TILE = (6, 5)
 """Kernels of a tile of attention (`megamem.attention`): the fused one, and those that sum its outputs or gradients."""
-LAUNCHES_GATHERED = (5, 10)
+LAUNCHES_GATHERED = (5, 9)
 """Kernels that gathered keys and values add to a block beside those of tiles: orders of ranks and of the sequence."""
 LAUNCHES_HEADS = (7, 9)
 """Kernels that an exchange of tokens for heads adds to a block, whose attention is that of whole sequences."""
