@@ -6,7 +6,7 @@ token, as in generation. A document that a sequence's edge cuts begins anew with
 
 A microbatch carries the bounds: where each document begins in the tokens of all sequences one after the other, and
 last their number, as cumulative lengths. They stay in host memory, so that no kernel is launched by numbers
-that the host would wait for, and go through Megatron's blocks as `attention_mask`, which is saved as an argument of what
+that the host would wait for, and go to Megatron's attention as `attention_mask`, which is saved as an argument of what
 is recomputed. Every context-parallel rank has those of the whole sequences.
 
 Legend: b sequences, s tokens of a sequence over all context-parallel ranks, D documents of a microbatch.

@@ -1,7 +1,7 @@
 """Key/value cache of a text that is being generated, so that a new token passes through the model alone.
 
-A cache is Megatron's `inference_context`, which its blocks hand to attention, and which they ask what the last methods
-here answer. Megatron's own (`StaticInferenceContext`) is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
+A cache is the `inference_context` that blocks hand to Megatron's attention, which asks it what the last methods here
+answer. Megatron's own (`StaticInferenceContext`) is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
 keys and values of every head, where latents are a fraction of them (`latents.py`).
 
 Legend: t new tokens and k tokens so far, b sequences, n query heads and g key/value heads of this tensor-parallel rank,
@@ -80,11 +80,6 @@ class KeyValueCache:
     def last_bytes(self) -> int:
         """Bytes of what is kept of the last tokens alone, whatever their number."""
         return sum(x.nbytes for x in self._last.values())
-
-    @property
-    def materialize_only_last_token_logits(self) -> bool:
-        """Megatron asks: the model keeps the last token's hidden state alone (`MemoryGPTModel._postprocess`)."""
-        return False
 
     def is_static_batching(self) -> bool:
         """Megatron asks: all sequences are of one length."""

@@ -60,7 +60,7 @@ class LatentAttentionSubmodules:
 
 
 class LatentAttention(Attention):
-    """Attention whose keys and values are made of latents, as Megatron's layer builds and calls attention."""
+    """Attention whose keys and values are made of latents, built and called as Megatron's attention is."""
 
     tp_group: torch.distributed.ProcessGroup
     core_attention: SdpaCoreAttention
