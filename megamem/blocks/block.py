@@ -84,7 +84,7 @@ class Block(MegatronModule):
 
     def forward(self, state: BlockState, inputs: Inputs) -> BlockState:
         """The state behind the block, with outputs that join here."""
-        own = inputs.share(self.tp_group) if self.config.sequence_parallel else inputs
+        own = inputs.share(self.tp_group) if self.config.sequence_parallel and self.plan.memories else inputs
         stream = state.hidden if self.entry is None else self.entry(state.hidden, own)
         attended = self._attended(stream, inputs)
         hidden = stream + attended if self._adds_to_attention else attended

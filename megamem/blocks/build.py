@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megamem.backbone.norm import LayerNorm
@@ -32,9 +33,12 @@ def build_blocks(
     blocks = []
     for number in layers:
         of_block, changed = sites.get(number, ()), parts.block()
+        plan = of_block[0].plan if of_block else PLAIN
+        if plan.has_layer_norm:
+            changed.input_layernorm = LayerNorm
+        if not plan.adds_attention:
+            changed.pre_mlp_layernorm = IdentityOp
         for site in of_block:
-            if site.plan.has_layer_norm:
-                changed.input_layernorm = LayerNorm
             edit: BlockEdit = pkgutil.resolve_name(site.slot.edit_path)
             edit(changed, site, parts)
         blocks.append(
@@ -42,7 +46,7 @@ def build_blocks(
                 config,
                 changed,
                 layer_number=number + 1,
-                plan=of_block[0].plan if of_block else PLAIN,
+                plan=plan,
                 joins=tuple(span.add == number for span in pending_before(spans, number)),
                 groups=groups,
             )

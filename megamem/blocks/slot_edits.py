@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.core.transformer.identity_op import IdentityOp
-
 from megamem.backbone.parts import BlockParts, Parts, Site
 from megamem.blocks.memory_sites import EntryMemory, FfnWithMemory
 
@@ -13,8 +11,6 @@ from megamem.blocks.memory_sites import EntryMemory, FfnWithMemory
 def edit_ffn(block: BlockParts, site: Site, parts: Parts) -> None:
     """Put the memory beside the feed-forward, or in its place."""
     block.mlp = partial(FfnWithMemory, make_ffn=parts.make_ffn, site=site, side_stream=parts.side_stream)
-    if not site.plan.adds_attention:
-        block.pre_mlp_layernorm = IdentityOp
 
 
 def edit_entry(block: BlockParts, site: Site, parts: Parts) -> None:

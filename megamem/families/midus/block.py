@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -27,7 +26,7 @@ def edit_heads(block: BlockParts, site: Site, parts: Parts) -> None:
     attention: Any = block.self_attention
     attention.submodules.core_attention = partial(CoreWithMemory, make_core=parts.core, site=site)
     attention.submodules.linear_proj = HeadsToTokens
-    block.pre_mlp_layernorm, block.mlp = IdentityOp, None
+    block.mlp = None
 
 
 def edit_stream_and_heads(block: BlockParts, site: Site, parts: Parts) -> None:
