@@ -73,9 +73,11 @@ def memories_of_chunk(
             token_group=token_group,
             tensor_group=tensor_group,
             halo=halo,
+            num_streams=model.num_streams,
         )
         slot = placed.memory.slot_of(placed.span)
-        sites.setdefault(block, []).append(Site(slot, plan_blocks(model)[block], placed.span, make_memory))
+        site = Site(slot, plan_blocks(model)[block], placed.span, make_memory, model.num_streams)
+        sites.setdefault(block, []).append(site)
     return banks, sites
 
 

@@ -16,6 +16,7 @@ from megamem.memory_config import Backbone, MemoryConfig
 from megamem.placement.placed import Placed, PlacedMemory, place
 from megamem.placement.sharing import BankSpec, SharingPlan
 from megamem.placement.spans import Span, count_memory_layers, resolve_placement
+from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.width_config import MupConfig, WidthRules
 
 
@@ -135,6 +136,8 @@ class ModelConfig(Config):
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
     moe: Annotated[MoEConfig | None, Role.IDENTITY] = None
     """A mixture of experts in place of the dense feed-forward; null: the dense one."""
+    residual_streams: Annotated[ResidualStreamsConfig | None, Role.IDENTITY] = None
+    """Several residual streams, which attention and feed-forwards read and write; null: one, to which they add."""
     multi_token_prediction: Annotated[MultiTokenConfig | None, Role.IDENTITY] = None
     """A branch that predicts further tokens in training; evaluation, generation and export leave it out. null: none."""
     memory: Annotated[MemoryConfig | None, Role.IDENTITY] = None
@@ -177,6 +180,8 @@ class ModelConfig(Config):
                 "model.multi_token_prediction is set with model.moe, and its blocks have no mixture of experts: set one of "
                 "them to null"
             )
+        if self.residual_streams is not None:
+            self._check_streams()
         if self.memory is not None:
             if self.moe is not None and self.num_ffn_blocks == 0:
                 where, fix = f"kind is {self.memory.kind}", "name fewer blocks in model.memory.placement"
@@ -196,6 +201,24 @@ class ModelConfig(Config):
                     raise ValueError(str(error).replace("model.memory.", "model.second_memory.")) from None
         if self.mup is not None:
             self._check_width(self.mup)
+
+    def _check_streams(self) -> None:
+        """Refuse parts that several streams have no place for.
+
+        Raises:
+            ValueError: the model has such a part; the message has key, value and fix.
+        """
+        if self.multi_token_prediction is not None:
+            raise ValueError(
+                "model.residual_streams is set with model.multi_token_prediction, whose branch reads one stream: set one of "
+                "them to null"
+            )
+        for key, memory in self.families.items():
+            if memory.is_inserted:
+                raise ValueError(
+                    f"model.residual_streams is set, but {key}, of kind {memory.kind}, is inserted blocks, which begin as "
+                    "the identity where nothing mixes streams: set model.residual_streams: null, or choose another memory"
+                )
 
     def _check_width(self, mup: MupConfig) -> None:
         """Refuse parts that have no rule for another width.
@@ -325,6 +348,11 @@ class ModelConfig(Config):
     def rotary_width(self) -> int:
         """Columns of a head's queries and keys that RoPE turns."""
         return self.attention_head_dim if self.latent_attention is None else self.latent_attention.rotary_dim
+
+    @property
+    def num_streams(self) -> int | None:
+        """n: residual streams, where there are several (or a single one with sites of its own)."""
+        return None if self.residual_streams is None else self.residual_streams.count
 
     @property
     def query_groups(self) -> int:

@@ -40,6 +40,7 @@ from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
 from megamem.parameters import Copy
+from megamem.residual_streams.message import sized_for_messages
 from megamem.side_stream import SideStream
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
@@ -134,7 +135,8 @@ class MemoryGPTModel(LanguageModule):
             groups=groups,
             side_stream=side_stream,
         )
-        super().__init__(config=config, pg_collection=groups)
+        # Megatron's schedules size messages by the chunk's own config alone.
+        super().__init__(config=sized_for_messages(config, model.residual_streams), pg_collection=groups)
         self.model_config, self._token_halo = model, token_halo
         # Megatron asks for these names.
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
@@ -153,9 +155,12 @@ class MemoryGPTModel(LanguageModule):
         self._gives_turns = parts.rotated_heads is not None
         self.decoder = BlockStack(
             config,
-            build_blocks(config, layers, parts, sites, groups),
-            final_layernorm=parts.norm if post_process else None,
+            build_blocks(config, layers, parts, sites, groups, model.residual_streams),
+            final_layernorm=parts.norm,
             groups=groups,
+            streams=model.residual_streams,
+            is_first=pre_process,
+            is_last=post_process,
         )
         if post_process:
             self.output_layer = ColumnParallelLinear(
@@ -241,9 +246,9 @@ class MemoryGPTModel(LanguageModule):
                 alone, and without bounds.
 
         Returns:
-            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
-            [b, s, vocabulary] without labels (with a cache those of the last token, [b, 1, vocabulary]), or what
-            `megamem.backbone.chunked_loss.judge` says [2, b, s].
+            [t, b, D] of a chunk that is not the last one, or a message [t, b, W] of several residual streams; else the losses
+            [b, s] in nats, or the logits [b, s, vocabulary] without labels (with a cache those of the last token,
+            [b, 1, vocabulary]), or what `megamem.backbone.chunked_loss.judge` says [2, b, s].
         """
         assert cache is None or not (self.training or document_bounds is not None)
         inputs = Inputs(None, cache=cache, document_bounds=document_bounds)
@@ -333,7 +338,7 @@ class MemoryGPTModel(LanguageModule):
         return served
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """Take the output [t, b, D] of the chunk before this one from Megatron's schedules, before `forward`."""
+        """Take the output of the chunk before this one from Megatron's schedules, before `forward`."""
         (received,) = input_tensor if isinstance(input_tensor, list) else (input_tensor,)
         if received is not None and not self.input_needs_gradient:
             if self.config.virtual_pipeline_model_parallel_size is not None and torch.is_grad_enabled():
@@ -407,7 +412,7 @@ class MemoryGPTModel(LanguageModule):
     def serve_memory(self) -> None:
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
-        no_token = weight.new_empty(0, 1, self.config.hidden_size)
+        no_token = weight.new_empty(0, 1, self.model_config.hidden_size)
         no_id = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
         inputs = Inputs(self._packed(no_id, no_id, UNCUT))
         for read in self._joint_reads():

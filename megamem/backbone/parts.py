@@ -33,7 +33,7 @@ class BlockParts:
         mlp: makes the feed-forward, or what stands beside it or in its place; None: attention's output is all that the
             block adds.
         entry: makes the memory before attention; None: there is none.
-        adds_to_attention: attention's output joins the stream before what follows; else it is all that follows.
+        adds_to_attention: attention's output joins the stream before what follows; else it is all that does, or nothing.
     """
 
     input_layernorm: Callable[..., nn.Module]
@@ -116,12 +116,14 @@ class Site:
         plan: plan of its block.
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
+        num_streams: n, residual streams, where there are several.
     """
 
     slot: Slot
     plan: BlockPlan
     span: Span
     make_memory: Callable[[], MegatronModule]
+    num_streams: int | None = None
 
     def __post_init__(self) -> None:
         assert self.span.is_skip == (self.slot == SKIP)

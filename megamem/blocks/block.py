@@ -3,9 +3,11 @@
     h' = h + Attn(Norm(h)),    h'' = h' + FFN(Norm(h'))
 
 with a memory before attention, inside it, beside the feed-forward or in its place. Attention, norms and feed-forward are
-Megatron's modules, or ours in their slots.
+Megatron's modules, or ours in their slots. Of several residual streams (`megamem.residual_streams`) attention and
+feed-forward each read one h, and write their outputs into all.
 
-Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, D hidden size.
+Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, n residual streams, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from megamem.backbone.parts import BlockParts
 from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.inputs import Inputs
 from megamem.placement.block_plan import BlockPlan
+from megamem.residual_streams.config import ResidualStreamsConfig
+from megamem.residual_streams.make import make_site
+from megamem.residual_streams.site import OneStream, StreamSite, joined, written
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class BlockState:
     """State that blocks of a chunk hand to each other.
 
     Attributes:
-        hidden: [t, b, D], the residual stream.
+        hidden: [t, b, D], the residual stream; of several [t, b, n, D].
+        carried: [t, b, n], weights with which the next site reads the streams; None where it finds its own.
         query: [t, b, D], the normalised stream that memories of later blocks read with (`PlacementConfig.query_group`);
             None without such.
         waiting: outputs [t, b, D] of memories that join after a later block (UltraMem, section 3.2), in the order of
@@ -39,6 +45,7 @@ class BlockState:
     """
 
     hidden: Tensor
+    carried: Tensor | None = None
     query: Tensor | None = None
     waiting: tuple[Tensor, ...] = ()
 
@@ -59,12 +66,14 @@ class Block(MegatronModule):
         plan: BlockPlan,
         joins: tuple[bool, ...],
         groups: ProcessGroupCollection,
+        streams: ResidualStreamsConfig | None = None,
     ) -> None:
         """Build it with unset weights.
 
         Args:
             layer_number: number of the block in the model, from 1.
             joins: flags of the outputs that wait before it: True for one that is added after it.
+            streams: settings of several residual streams; None: there is one.
         """
         super().__init__(config=config)
         self.tp_group, self.layer_number, self.plan, self.joins = groups.tp, layer_number, plan, joins
@@ -81,31 +90,38 @@ class Block(MegatronModule):
             self.mlp.set_layer_number(layer_number)
         self.entry = None if parts.entry is None else parts.entry(config=config)
         self._adds_to_attention = parts.adds_to_attention
+        self.attention_streams: StreamSite | OneStream = OneStream()
+        self.ffn_streams: StreamSite | OneStream = OneStream()
+        if streams is not None:
+            first = 2 * (layer_number - 1)
+            self.attention_streams = make_site(config, streams, site_number=first)
+            self.ffn_streams = make_site(config, streams, site_number=first + 1)
 
     def forward(self, state: BlockState, inputs: Inputs) -> BlockState:
         """The state behind the block, with outputs that join here."""
         own = inputs.share(self.tp_group) if self.config.sequence_parallel and self.plan.memories else inputs
-        stream = state.hidden if self.entry is None else self.entry(state.hidden, own)
-        attended = self._attended(stream, inputs)
-        hidden = stream + attended if self._adds_to_attention else attended
-        if self.mlp is None:
-            return replace(state, hidden=hidden)
+        hidden = state.hidden if self.entry is None else self.entry(state.hidden, own)
+        read = self.attention_streams.read(hidden, state.carried)
+        attended = self._attended(read.update, inputs)
         if self.plan.adds_attention:
-            stream = hidden
-        normal = self.pre_mlp_layernorm(hidden)
+            hidden = written(hidden, attended, read)
+            read = self.ffn_streams.read(hidden, read.carried)
+            normal = self.pre_mlp_layernorm(read.update)
+        else:
+            normal = hidden + attended if self._adds_to_attention else attended
         if self.plan.queried is not None:
             assert state.query is not None
             own = replace(own, query=state.query)
-        out = stream + self._updated(normal, own)
+        hidden = written(hidden, attended if self.mlp is None else self._updated(normal, own), read)
         waiting = []
         for output, joins in zip(state.waiting, self.joins, strict=True):
             if joins:
-                out = out + output
+                hidden = joined(hidden, output, read)
             else:
                 waiting.append(output)
         if isinstance(self.mlp, FfnWithMemory) and self.mlp.joins_later:
             waiting.append(self.mlp.read(normal, own))
-        return BlockState(out, normal if self.plan.lends_query else state.query, tuple(waiting))
+        return BlockState(hidden, read.carried, normal if self.plan.lends_query else state.query, tuple(waiting))
 
     def _attended(self, stream: Tensor, inputs: Inputs) -> Tensor:
         """Attn(Norm(h)) [t, b, D] of the stream h [t, b, D]."""

@@ -14,6 +14,7 @@ from megamem.backbone.parts import BlockEdit, Parts, Site
 from megamem.blocks.block import Block
 from megamem.placement.block_plan import PLAIN
 from megamem.placement.spans import pending_before
+from megamem.residual_streams.config import ResidualStreamsConfig
 
 
 def build_blocks(
@@ -22,12 +23,14 @@ def build_blocks(
     parts: Parts,
     sites: Mapping[int, Sequence[Site]],
     groups: ProcessGroupCollection,
+    streams: ResidualStreamsConfig | None,
 ) -> list[Block]:
     """The blocks of one model chunk, with unset weights.
 
     Args:
         layers: global 0-based numbers of the chunk's blocks.
         sites: the chunk's memories, by the block that they read in.
+        streams: settings of several residual streams; None: there is one.
     """
     spans = [site.span for of_block in sites.values() for site in of_block]
     blocks = []
@@ -36,6 +39,8 @@ def build_blocks(
         plan = of_block[0].plan if of_block else PLAIN
         if plan.has_layer_norm:
             changed.input_layernorm = LayerNorm
+        if streams is not None and streams.normalises:
+            changed.input_layernorm = changed.pre_mlp_layernorm = IdentityOp
         if not plan.adds_attention:
             changed.pre_mlp_layernorm = IdentityOp
         for site in of_block:
@@ -49,6 +54,7 @@ def build_blocks(
                 plan=plan,
                 joins=tuple(span.add == number for span in pending_before(spans, number)),
                 groups=groups,
+                streams=streams,
             )
         )
     return blocks

@@ -103,22 +103,34 @@ def _query(hidden: Tensor, inputs: Inputs) -> Tensor:
 
 
 class EntryMemory(MegatronModule, MemorySite):
-    """The memory before a block's attention and its norm."""
+    """The memory before a block's attention and its norm, which has all residual streams in view."""
 
     is_at_entry: ClassVar[bool] = True
 
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         super().__init__(config=config)
         self.memory = site.make_memory()
-        self.is_embedding = site.slot == EMBEDDING
+        self.is_embedding, self.reads_streams = site.slot == EMBEDDING, site.slot.reads_streams
+        self.num_streams = site.num_streams
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """h + Mem(h) for `hidden` = h [t, b, D], or Mem(h) of an input embedding h."""
+        """h + Mem(h) for `hidden` = h [t, b, D], or Mem(h) of an input embedding h; of streams X [t, b, n, D] each by itself.
+
+        What is one output [t, b, D] for all streams joins each of them.
+        """
         if not self.memory_enabled:
             return hidden
+        if self.is_embedding and self.num_streams is not None:
+            # All streams are the embedding still.
+            embedded: Tensor = self.memory(hidden[:, :, 0], inputs)
+            return embedded.unsqueeze(2).repeat(1, 1, self.num_streams, 1)
         out: Tensor = self.memory(hidden, inputs)
-        return out if self.is_embedding else hidden + out
+        if self.is_embedding:
+            return out
+        return hidden + (out if out.dim() == hidden.dim() else out.unsqueeze(2))
 
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
         """See `MemorySite.serve`."""
+        if self.num_streams is not None and self.reads_streams:
+            no_token = no_token.unsqueeze(2).expand(-1, -1, self.num_streams, -1)
         self.memory(no_token, inputs)

@@ -1,6 +1,7 @@
 """The loop over the blocks of a model chunk.
 
-Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, D hidden size.
+Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, n residual streams, D hidden
+size, W columns of a message between stages.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from torch import Tensor, nn
 
 from megamem.blocks.block import Block, BlockState
 from megamem.inputs import Inputs
+from megamem.residual_streams.config import ResidualStreamsConfig
+from megamem.residual_streams.make import make_end
+from megamem.residual_streams.message import as_message, from_message
+from megamem.residual_streams.site import started
 
 
 class BlockStack(MegatronModule):
-    """The blocks of a chunk, and the model's last norm behind the last of them.
+    """The blocks of a chunk. Several residual streams start before the model's first block and end behind its last, where
+    its last norm is, too.
 
     Attributes:
         layers: the blocks.
@@ -36,25 +42,39 @@ class BlockStack(MegatronModule):
         config: TransformerConfig,
         blocks: Sequence[Block],
         *,
-        final_layernorm: Callable[..., nn.Module] | None,
+        final_layernorm: Callable[..., nn.Module],
         groups: ProcessGroupCollection,
+        streams: ResidualStreamsConfig | None,
+        is_first: bool,
+        is_last: bool,
     ) -> None:
         """
         Args:
-            final_layernorm: makes the last norm; None in a chunk that is not the last one.
+            final_layernorm: makes the last norm.
+            streams: settings of several residual streams; None: there is one.
+            is_first: the model begins with this chunk.
+            is_last: the model ends with it.
         """
         super().__init__(config=config)
+        self.streams, self.is_first, self.is_last = streams, is_first, is_last
         self.tp_group, self.first_recomputed = groups.tp, 0
         self.layers = nn.ModuleList(blocks)
+        self.streams_end = make_end(config, streams) if is_last and streams is not None else None
+        has_norm = is_last and not (streams is not None and streams.normalises)
         self.final_layernorm = (
-            None
-            if final_layernorm is None
-            else final_layernorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            final_layernorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            if has_norm
+            else None
         )
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """The stream [t, b, D] behind the blocks, normed behind the model's last, of the one before them [t, b, D]."""
-        state = BlockState(hidden)
+        """The chunk's output: what the next one is given, or the normed stream [t, b, D] behind the last.
+
+        Args:
+            hidden: the embedding [t, b, D], or the output of the chunk before, which is the stream [t, b, D] or a message of
+                several streams [t, b, W].
+        """
+        state = self._entered(hidden)
         recomputes = self.training and self.config.recompute_granularity == "full"
         for index, block in enumerate(self.layers):
             assert isinstance(block, Block)
@@ -63,13 +83,25 @@ class BlockStack(MegatronModule):
             else:
                 state = block(state, inputs)
         assert not state.waiting
+        return self._left(state)
+
+    def _entered(self, hidden: Tensor) -> BlockState:
+        """The state before the chunk's first block."""
+        if self.streams is None:
+            return BlockState(hidden)
+        return BlockState(*(started if self.is_first else from_message)(hidden, self.streams))
+
+    def _left(self, state: BlockState) -> Tensor:
+        """The chunk's output of the state behind its last block."""
         hidden = state.hidden
-        if self.final_layernorm is not None:
-            hidden = self.final_layernorm(hidden)
-        elif not len(self.layers):
+        if not self.is_last:
+            if self.streams is not None:
+                return as_message(hidden, state.carried)
             # Megatron's schedules tell what a chunk was given from what it returns.
-            hidden = hidden.clone()
-        return hidden
+            return hidden if len(self.layers) else hidden.clone()
+        if self.streams_end is not None:
+            hidden = self.streams_end(hidden, state.carried)
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -83,12 +115,13 @@ class BlockStack(MegatronModule):
                 of_block, f"{prefix}layers.{index}.", f"{prefix}layers.{block.layer_number - 1}."
             )
             entries.update(of_block)
-        if self.final_layernorm is not None:
-            entries.update(
-                sharded_state_dict_default(
-                    self.final_layernorm, f"{prefix}final_layernorm.", sharded_offsets, metadata, tp_group=self.tp_group
+        for name, module in (("streams_end", self.streams_end), ("final_layernorm", self.final_layernorm)):
+            if module is not None:
+                entries.update(
+                    sharded_state_dict_default(
+                        module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                    )
                 )
-            )
         return entries
 
 
@@ -101,6 +134,7 @@ def _recomputed(block: Block, state: BlockState, inputs: Inputs) -> BlockState:
 
     def run(
         hidden: Tensor,
+        carried: Tensor | None,
         query: Tensor | None,
         packed: Tensor | None,
         read: Tensor | None,
@@ -109,8 +143,8 @@ def _recomputed(block: Block, state: BlockState, inputs: Inputs) -> BlockState:
         *waiting: Tensor,
     ) -> tuple[Tensor | None, ...]:
         of_microbatch = replace(inputs, packed=packed, read=read, turns=turns, document_bounds=bounds)
-        out: BlockState = block(BlockState(hidden, query, waiting), of_microbatch)
-        return out.hidden, out.query, *out.waiting
+        out: BlockState = block(BlockState(hidden, carried, query, waiting), of_microbatch)
+        return out.hidden, out.carried, out.query, *out.waiting
 
     hidden = state.hidden
     if not hidden.requires_grad:
@@ -120,6 +154,7 @@ def _recomputed(block: Block, state: BlockState, inputs: Inputs) -> BlockState:
         run,
         False,
         hidden,
+        state.carried,
         state.query,
         inputs.packed,
         inputs.read,
@@ -127,5 +162,5 @@ def _recomputed(block: Block, state: BlockState, inputs: Inputs) -> BlockState:
         inputs.document_bounds,
         *state.waiting,
     )
-    hidden, query, *waiting = out
-    return BlockState(hidden, query, tuple(waiting))
+    hidden, carried, query, *waiting = out
+    return BlockState(hidden, carried, query, tuple(waiting))

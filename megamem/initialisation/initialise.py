@@ -22,6 +22,8 @@ from megamem.initialisation.random_fill import fill
 from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import starts_at_zero
+from megamem.residual_streams.initial import distribution as streams_distribution
+from megamem.residual_streams.site import StreamSite
 from megamem.shards import walk_shards
 from megamem.width_config import Width
 
@@ -33,6 +35,9 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
             distribution = distribution_of(shard.key, model)
             if distribution is not None:
                 _draw(shard, distribution, seed)
+        for module in chunk.modules():
+            if isinstance(module, StreamSite):
+                module.set_initial()
         _initialise_memory(chunk, model, seed)
 
 
@@ -69,6 +74,12 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
         case ["decoder", "layers", _, *_, "memory", own_name]:
             memory = _memory_called(name.rpartition(".")[0], model)
             return family_of(memory).distribution(own_name, memory, model)
+        case ["decoder", "layers", _, "attention_streams" | "ffn_streams", own_name]:
+            assert model.residual_streams is not None
+            return streams_distribution(own_name, model.residual_streams, model, is_end=False)
+        case ["decoder", "streams_end", own_name]:
+            assert model.residual_streams is not None
+            return streams_distribution(own_name, model.residual_streams, model, is_end=True)
         case ["shared_read", own_name] if (together := model.memory_read_once) is not None:
             return family_of(together).distribution(own_name, together, model)
         case ["banks", _, _]:

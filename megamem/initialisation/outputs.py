@@ -94,6 +94,8 @@ def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) ->
     ids = torch.arange(num_tokens).unsqueeze(1) % (model.vocab_size or num_tokens)
     span = model.memory_spans[index]
     slot = memory.slot_of(span)
+    if slot.reads_streams and model.num_streams is not None:
+        tokens = tokens.unsqueeze(2).expand(-1, -1, model.num_streams, -1)
     is_beside_dense_ffn = model.moe is None and slot.has_ffn and not slot.is_in_attention
     return InitialOutput(
         block=span.read,
@@ -149,6 +151,7 @@ def build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: Ta
         kernels=select_kernels("torch"),
         name=model.memory_name(index),
         seed=seed,
+        num_streams=model.num_streams,
     )
 
 

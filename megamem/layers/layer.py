@@ -71,6 +71,7 @@ class MemoryLayer(MegatronModule):
         token_group: torch.distributed.ProcessGroup | None = None,
         tensor_group: torch.distributed.ProcessGroup | None = None,
         halo: Halo = UNCUT,
+        num_streams: int | None = None,
     ) -> None:
         """Allocate the weights; `megamem.initialisation` fills them.
 
@@ -83,11 +84,13 @@ class MemoryLayer(MegatronModule):
                 rank holds all of them.
             tensor_group: tensor-parallel ranks, which hold the other heads of attention; None: this one holds all.
             halo: reaches the tokens before those of this rank, between the tensor-parallel regions.
+            num_streams: n, residual streams; None: there is one.
         """
         super().__init__(config=config)
         self.name = name
         self.memory, self.view, self.lookup = memory, view, lookup
         self.kernels, self.tensor_group, self.halo = kernels, tensor_group, halo
+        self.num_streams = num_streams
         self.place = self.first_address = 0
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights

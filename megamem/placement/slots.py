@@ -26,6 +26,8 @@ class Slot:
             feed-forward nor the norm before it, and begins as the identity; the model's blocks are counted with it.
         needs_plain_attention: the memory reads what latent attention does not have.
         splits_latents: latent attention makes values of latents that the memory mixes, and keys of others.
+        reads_streams: the memory has all residual streams in view where there are several, h [t, b, n, D], and not what a
+            site reads of them. It returns as many, or one output [t, b, D] for all.
         is_exported: the model that Hugging Face's library loads (`pretrain.convert.huggingface`) has the slot.
     """
 
@@ -37,6 +39,7 @@ class Slot:
     is_inserted: bool = False
     needs_plain_attention: bool = False
     splits_latents: bool = False
+    reads_streams: bool = False
     is_exported: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ SKIP = Slot("skip", _AROUND_FFN, is_exported=True)
 """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
 
 _BEFORE = "megamem.blocks.slot_edits:edit_entry"
-ENTRY = Slot("entry", _BEFORE, module="entry", is_exported=True)
+ENTRY = Slot("entry", _BEFORE, module="entry", reads_streams=True, is_exported=True)
 """h + Mem(h) before the block's attention and its norm: `forward(h, inputs)` returns [t, b, D] for the residual stream
 h [t, b, D] of this rank's tokens."""
 EMBEDDING = Slot("embedding", _BEFORE, module="entry", is_exported=True)

@@ -45,7 +45,7 @@ class GatedSite(StreamSite):
 
 
 class GatedEnd(StreamsEnd):
-    """One more read, which is the last hidden state: no norm follows.
+    """One more read, which is the last hidden state: no norm follows, so its gains are those of logits (`model.mup`).
 
     Attributes:
         norm: [n D], gains of the norms less 1.
@@ -55,7 +55,7 @@ class GatedEnd(StreamsEnd):
 
     def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig) -> None:
         super().__init__(config, settings)
-        self.norm = self._vector("norm")
+        self.norm = self._vector("norm", Width.LOGITS)
         self.down, self.up = self._matrix("down", Width.INPUTS), self._matrix("up", Width.OUTPUTS)
 
     def forward(self, streams: Tensor, carried: Tensor | None) -> Tensor:

@@ -27,15 +27,24 @@ class Read:
 
     Attributes:
         update: u [t, b, D], the branch's input, in the streams' dtype.
-        post: [t, b, n], weights of the branch's output in each stream, in at least fp32.
+        post: [t, b, n], weights of the branch's output in each stream, in at least fp32; None: there is one stream, to
+            which it is added.
         mix: [t, b, n, n], the stream read and the stream written, in at least fp32; None: streams stay apart.
         carried: [t, b, n], weights with which the next site reads, in at least fp32; None: it finds its own.
     """
 
     update: Tensor
-    post: Tensor
+    post: Tensor | None
     mix: Tensor | None
     carried: Tensor | None
+
+
+class OneStream:
+    """Site of a model with one residual stream: its branch reads the stream, and adds to it."""
+
+    def read(self, streams: Tensor, carried: Tensor | None) -> Read:
+        """See `StreamSite.read`, of one stream [t, b, D]."""
+        return Read(streams, None, None, None)
 
 
 class _StreamsModule(MegatronModule):
@@ -59,9 +68,9 @@ class _StreamsModule(MegatronModule):
         """A map [outputs, inputs] from streams to an output per stream, as gates and routers have."""
         return self._parameter(name, "backbone", Width.INPUTS)
 
-    def _vector(self, name: str) -> nn.Parameter:
+    def _vector(self, name: str, width: Width = Width.NEITHER) -> nn.Parameter:
         """Gains, biases, factors and static weights, which do not decay."""
-        return self._parameter(name, "backbone_no_decay", Width.NEITHER)
+        return self._parameter(name, "backbone_no_decay", width)
 
     def _parameter(self, name: str, group: GroupName, width: Width, matrices: Matrices | None = None) -> nn.Parameter:
         data = torch.empty(self._shapes[name], dtype=self.config.params_dtype, device=parameter_device(self.config))
@@ -127,12 +136,12 @@ def written(streams: Tensor, out: Tensor, read: Read) -> Tensor:
     """X'_j = post_j y + sum_i mix_ij X_i, computed in at least fp32 and rounded to the streams' dtype once.
 
     Args:
-        streams: X [t, b, n, D] as they were read.
+        streams: X [t, b, n, D] as they were read; of one stream [t, b, D].
         out: y [t, b, D], the branch's output.
     """
-    return mixed(streams, out, read.post, read.mix)
+    return streams + out if read.post is None else mixed(streams, out, read.post, read.mix)
 
 
 def joined(streams: Tensor, out: Tensor, read: Read) -> Tensor:
     """X_j + post_j y, rounded once, for an output y of the site that comes after its streams are written."""
-    return mixed(streams, out, read.post, None)
+    return streams + out if read.post is None else mixed(streams, out, read.post, None)

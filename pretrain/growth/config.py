@@ -36,6 +36,11 @@ def grown_config(
         raise ConfigError(
             f"{origin} has a memory of kind {before.model.memory.kind}: blocks are inserted into models without one"
         )
+    if before.model.residual_streams is not None:
+        raise ConfigError(
+            f"{origin} has several residual streams (model.residual_streams), which every block mixes: a block that adds nothing "
+            "at first changes it, and blocks are inserted into models with one stream"
+        )
     memories = [number for number, block in enumerate(blocks) if block.inserted == "memory"]
     check_keys(overrides, with_memory=bool(memories))
     # Chunks of another depth would need other texts; a stage is of the run that was.

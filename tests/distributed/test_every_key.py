@@ -18,6 +18,7 @@ from keys_of_model import MODEL
 from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_sharing import SHARING
 from keys_of_stages import SCHEDULES, STAGES
+from keys_of_streams import STREAMS
 from keys_of_token_memories import TOKEN_MEMORIES, prepare_token_maps
 from keys_of_training import TRAINING, prepare_read_counts
 from keys_table import BASE, Entry, Subject, schema_keys
@@ -31,6 +32,7 @@ TABLES = {
     "memory": MEMORIES,
     "tokens": TOKEN_MEMORIES,
     "sharing": SHARING,
+    "streams": STREAMS,
     "training": TRAINING,
     "layout": LAYOUTS,
     "standin": STAND_INS,
@@ -68,7 +70,8 @@ def on_one_rank(folder: Path) -> dict[str, str | None]:
     with joined(BASE) as groups:
         return {
             **problems(
-                ["model", "memory", "tokens", "sharing", "training", "schedule"], lambda config: Subject(config, groups)
+                ["model", "memory", "tokens", "sharing", "streams", "training", "schedule"],
+                lambda config: Subject(config, groups),
             ),
             **problems(["standin"], lambda config: Subject(config, groups)),
             **problems(["run", "health", "stage"], lambda config: Outputs(config, groups)),

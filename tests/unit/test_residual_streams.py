@@ -17,9 +17,16 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from kernels.select import select_kernels
+from megamem.bank import Bank
 from megamem.config import ModelConfig
+from megamem.families.engram.config import EngramConfig
+from megamem.families.engram.layer import EngramLayer
 from megamem.initialisation.distributions import Constant, Normal
+from megamem.inputs import Inputs, pack
 from megamem.parameters import group_of, matrices_of, width_of
+from megamem.placement.sharing import BankSpec, LayerView
+from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.gated import GatedSite, gate_logits
 from megamem.residual_streams.initial import distribution
@@ -51,10 +58,12 @@ SITES = (
 )
 ENDS = ("mhc_head_n4", "gated_mixer_n4")
 MODELS = ("model_mhc_2blocks", "model_hc_2blocks")
-MODELS_WITH_MEMORY = ("model_mhc_engram", "model_single_pass_engram", "model_gated_ple")
+MODELS_WITH_ENGRAM = ("model_mhc_engram", "model_single_pass_engram", "model_gated_ple")
 
 Branch = Callable[[str, Tensor], Tensor]
 """Takes the name of a site and its input [t, b, D]."""
+Memory = Callable[[Tensor], Tensor]
+"""Output for the streams [t, b, n, D] before its block."""
 
 MHC = {name: name for name in ("fn", "base", "scale")}
 GATED = {
@@ -157,7 +166,7 @@ class Case:
         return rms_norm(x, self.weights[f"{name}.weight"], self.config["eps_norm"])
 
     def run(
-        self, streams: Tensor, carried: Tensor | None, branch: Branch
+        self, streams: Tensor, carried: Tensor | None, branch: Branch, memory: Memory | None = None
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Streams and carried weights behind all blocks, and what is recorded between."""
         middle: dict[str, Tensor] = {}
@@ -165,8 +174,8 @@ class Case:
             middle[f"block{block}.in"] = streams
             if carried is not None:
                 middle[f"block{block}.in_pre"] = carried
-            if block == self.config.get("memory_block"):
-                streams = streams + swapped(self.tensors[f"mid.block{block}.memory.out"]).to(streams.dtype)
+            if memory is not None and block == self.config["memory_block"]:
+                streams = streams + memory(streams)
             for place in self.config["sites"]:
                 name = f"block{block}.{place}"
                 site = self.sites[name]
@@ -249,7 +258,7 @@ def test_ends_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch
     check(swapped(out), {**case.gradients(), "in.streams": swapped(streams.grad)}, case.tensors)
 
 
-def run_model(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+def run_model(case: Case, memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [b, t, ids], and what is recorded between, of whole models with attention and feed-forwards by PyTorch."""
     weights = case.weights
 
@@ -263,7 +272,7 @@ def run_model(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
         return swapped(F.linear(attend(q, k, v), weights[f"{own}.wo.weight"]))
 
     hidden = swapped(F.embedding(case.tensors["in.tokens"], weights["embed.weight"]))
-    streams, carried, middle = case.run(*started(hidden, case.settings), branch)
+    streams, carried, middle = case.run(*started(hidden, case.settings), branch, memory)
     middle["contracted"] = case.end(streams, carried)
     if isinstance(case.end, MhcEnd):
         middle["head.pre"] = case.end.weights(streams)
@@ -286,18 +295,128 @@ def test_models_of_two_blocks_compute_what_is_recorded(golden_dir: Path, name: s
     check(out, {**case.gradients(), **of_between}, case.tensors)
 
 
-@pytest.mark.parametrize("name", MODELS_WITH_MEMORY)
-def test_models_pass_a_memory_by_as_recorded(golden_dir: Path, name: str) -> None:
-    """The memory's recorded output is added before the attention of its block, behind the carried weights."""
-    case = case_of(golden_dir, name, torch.float64)
-    out, middle = run_model(case)
-    case.assert_recorded(middle)
-    assert relative_error(out, case.tensors["out"]) <= TOLERANCE[torch.float64][0]
+class EngramOfStreams:
+    """A recorded Engram of several streams, built with the recorded weights, of which keys, norms and taps are joined."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, config = case, case.config
+        is_ple = config["memory"] == "ple"
+        self.memory = EngramConfig(
+            rules="ple" if is_ple else "engram",
+            max_order=max(config["orders"]),
+            heads_per_order=config["heads_per_order"],
+            rows_per_head=config["rows_per_head"],
+            rows_multiple=config.get("rows_multiple", 1),
+            value_dim=config["memory_columns"],
+            conv_kernel=config.get("conv_kernel", 0),
+            projection_biases=config["memory"] == "demo",
+            key_epsilon=config.get("eps_key", config["eps_norm"]),
+            query_epsilon=config.get("eps_query", config["eps_norm"]),
+            conv_epsilon=config.get("eps_conv", config["eps_norm"]) if "conv_kernel" in config else None,
+            vocab_size=config["vocab"],
+            boundary_id=config["boundary_id"],
+            hash_seed=config["hash_seed"],
+            placement=PlacementConfig(blocks=(1,)),
+        )
+        names = {"demo": self._of_demonstration, "v41": self._of_v4_1, "ple": self._of_ple}[config["memory"]]()
+        self.joined = {own: [f"layers.1.{each}" for each in theirs] for own, theirs in names.items()}
+        weights = {own: [case.weights.pop(name) for name in theirs] for own, theirs in self.joined.items()}
+        (table,) = weights.pop("table")
+        ops, rows = select_kernels("auto", device_type="cpu"), len(table)
+        self.bank = Bank(BankSpec(0, rows, (0,)), self.memory, ops, dtype=case.dtype, device="cpu", replica_rank=0)
+        view = LayerView(0, 0, rows, rows)
+        self.layer = EngramLayer(
+            case.megatron, self.memory, view, self.bank, kernels=ops, name="l", seed=0, num_streams=config["streams"]
+        )
+        if config["memory"] == "v41":
+            # One matrix there: keys of all streams, then values.
+            keys = config["streams"] * config["hidden"]
+            weights["key_proj"], weights["value_proj"] = ([part] for part in weights.pop("wkv")[0].split((keys, 12)))
+        with torch.no_grad():
+            self.bank.get_parameter("values").copy_(table)
+            for own, theirs in weights.items():
+                shift = 1.0 if is_ple and own.endswith("gain") else 0.0
+                parameter = self.layer.get_parameter(own)
+                parameter.copy_(torch.cat([each.flatten() for each in theirs]).view_as(parameter) + shift)
+            self.layer.multipliers.copy_(case.tensors["const.multipliers"])
+        assert self.layer.sizes.tolist() == case.tensors["const.table_sizes"].tolist()
+
+    def _of_demonstration(self) -> dict[str, list[str]]:
+        streams = range(self.case.config["streams"])
+        return {
+            "table": ["engram.multi_head_embedding.embedding.weight"],
+            "key_proj": [f"engram.key_projs.{i}.weight" for i in streams],
+            "key_bias": [f"engram.key_projs.{i}.bias" for i in streams],
+            "value_proj": ["engram.value_proj.weight"],
+            "value_bias": ["engram.value_proj.bias"],
+            "key_gain": [f"engram.norm1.{i}.weight" for i in streams],
+            "query_gain": [f"engram.norm2.{i}.weight" for i in streams],
+            "conv_gain": [f"engram.short_conv.norms.{i}.weight" for i in streams],
+            "conv": ["engram.short_conv.conv.weight"],
+        }
+
+    def _of_v4_1(self) -> dict[str, list[str]]:
+        return {
+            "table": ["engram.embed.weight"],
+            "wkv": ["engram.wkv.weight"],
+            "key_gain": ["engram.k_weight"],
+            "query_gain": ["engram.q_weight"],
+        }
+
+    def _of_ple(self) -> dict[str, list[str]]:
+        names = {"key_gain": "norm_key", "query_gain": "norm_query", "conv_gain": "norm_conv", "conv": "conv1d"}
+        own = {own: [f"ple.{theirs}.weight"] for own, theirs in names.items()}
+        projections = {each: [f"ple.{each}.weight"] for each in ("key_proj", "value_proj")}
+        return {"table": ["ple.ple_embedding.ngram_embedding.weight"], **projections, **own}
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        ids = self.case.tensors["in.tokens"]
+        inputs = Inputs(pack(ids, torch.arange(ids.shape[1]).expand_as(ids)))
+        mask = self.case.tensors.get("in.memory_mask")
+        rows = swapped(self.case.tensors["in.rows"]).permute(2, 0, 1)
+        if mask is None:
+            assert torch.equal(self.layer.alone(inputs).addresses_of(0, len(rows)), rows)
+            out: Tensor = self.layer(streams, self.layer.alone(inputs))
+            return out
+        # No token of a pretraining run is masked: windows around those that are, and their gates, are not the layer's.
+        out = self.layer(streams, inputs.with_addresses(rows))
+        return out * swapped(mask)[..., None, None]
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {
+            own.replace("lookup.values", "table"): parameter.grad for own, parameter in self.layer.named_parameters()
+        }
+        if "wkv" in self.joined:
+            found["wkv"] = torch.cat((found.pop("key_proj"), found.pop("value_proj")))
+        named = {}
+        for own, theirs in self.joined.items():
+            parts = found.pop(own).flatten().chunk(len(theirs))
+            for name, part in zip(theirs, parts, strict=True):
+                named[f"param.{name}"] = part.view_as(self.case.tensors[f"param.{name}"])
+        assert not found
+        return named
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", MODELS_WITH_ENGRAM)
+def test_models_with_engram_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype) -> None:
+    """A key, norms and a convolution per stream; the carried weights are those before the memory was added."""
+    case = case_of(golden_dir, name, dtype)
+    memory = EngramOfStreams(case)
+    out, middle = run_model(case, memory)
+    if dtype is torch.float64:
+        case.assert_recorded(middle)
+    between = {f"mid.{key}": value for key, value in middle.items() if f"grad.mid.{key}" in case.tensors}
+    for value in between.values():
+        value.retain_grad()
+    (out * case.tensors["r"].to(dtype)).sum().backward()
+    of_between = {key: swapped(value.grad) for key, value in between.items() if value.grad is not None}
+    check(out, {**case.gradients(), **memory.gradients(), **of_between}, case.tensors)
 
 
 def test_every_recorded_case_is_tested(golden_dir: Path) -> None:
     recorded = {path.stem for path in (golden_dir / "streams").glob("*.safetensors")}
-    assert recorded == {*SITES, *ENDS, *MODELS, *MODELS_WITH_MEMORY}
+    assert recorded == {*SITES, *ENDS, *MODELS, *MODELS_WITH_ENGRAM}
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -407,7 +526,7 @@ def made(kind: Any, dtype: torch.dtype = torch.float64, site_number: int = 0, **
     site, end = make_site(config, own, site_number=site_number), make_end(config, own)
     with torch.no_grad():
         for name, parameter in (*site.named_parameters(), *end.named_parameters()):
-            given = distribution(name, own, model)
+            given = distribution(name, own, model, is_end=False)
             parameter.fill_(given.value if isinstance(given, Constant) else 0.0 if given is not None else torch.nan)
     site.set_initial()
     return site, end
@@ -566,19 +685,25 @@ def test_hidden_matrices_and_gates_are_told_apart() -> None:
         "up": ("backbone", True, Width.OUTPUTS),
     }
     rest = {found for kind in KINDS for found in declared(kind) if found[0] not in maps}
-    assert {found[1:] for found in rest} == {("backbone_no_decay", False, Width.NEITHER)}
+    # Gains of the last read of gated streams are the last ones before logits.
+    assert {found[1:] for found in rest} == {
+        ("backbone_no_decay", False, Width.NEITHER),
+        ("backbone_no_decay", False, Width.LOGITS),
+    }
+    gains = [width for name, _, _, width in declared("gated") if name == "norm"]
+    assert gains == [Width.LOGITS]
 
 
 def test_initial_linears_follow_the_width() -> None:
     wide = replace(MODEL, init_std=0.02, mup=MupConfig(base_hidden_size=4))
     gated, mhc = ResidualStreamsConfig(kind="gated"), ResidualStreamsConfig()
     for name, own, std in (("down", gated, 0.01), ("inject", gated, 0.01), ("up", gated, 0.02), ("fn", mhc, 0.01)):
-        assert distribution(name, own, wide) == Normal(std)
-        assert distribution(name, own, replace(wide, mup=None)) == Normal(0.02)
-    assert distribution("static_alpha", ResidualStreamsConfig(kind="plain"), wide) is None
-    assert distribution("alpha_scale", ResidualStreamsConfig(kind="plain"), wide) == Constant(0.01)
+        assert distribution(name, own, wide, is_end=False) == Normal(std)
+        assert distribution(name, own, replace(wide, mup=None), is_end=False) == Normal(0.02)
+    assert distribution("static_alpha", ResidualStreamsConfig(kind="plain"), wide, is_end=False) is None
+    assert distribution("alpha_scale", ResidualStreamsConfig(kind="plain"), wide, is_end=False) == Constant(0.01)
     with pytest.raises(AssertionError, match="no initial distribution is defined for fn of gated streams"):
-        distribution("fn", gated, wide)
+        distribution("fn", gated, wide, is_end=False)
 
 
 def test_values_outside_of_their_limits_are_refused() -> None:

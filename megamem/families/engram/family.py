@@ -14,25 +14,27 @@ from .released import released_module
 
 
 def _costs(memory: EngramConfig, view: LayerView, model: ModelConfig) -> LayerCosts:
-    """Key and value projections, 2 E D and their biases, two gains, and the convolution's taps with a gain.
+    """Key and value projections, 2 E D and their biases, two gains, and the convolution's taps with a gain; of n streams all
+    but the value projection n times.
 
     The score of a token is as many operations as a tap. Backward needs keys, values and the gated value, and what the
     convolution reads and gives; of fp32, scores and the convolution's output, behind which SiLU is.
     """
-    width = model.hidden_size
+    hidden, n = model.hidden_size, model.num_streams or 1
+    width = n * hidden
     taps = memory.conv_kernel
-    product, bias = memory.memory_width * width, width * memory.projection_biases
+    keys, values = memory.memory_width * width, memory.memory_width * hidden
     convolution = (taps + 1) * width if taps else 0
     return LayerCosts(
-        retrieval=product + bias + 2 * width + convolution,
-        projections=product + bias,
-        key_flops=2.0 * product,
-        projection_flops=2.0 * product,
+        retrieval=keys + width * memory.projection_biases + 2 * width + convolution,
+        projections=values + hidden * memory.projection_biases,
+        key_flops=2.0 * keys,
+        projection_flops=2.0 * values,
         selection_flops=2.0 * (1 + taps) * width,
-        kept_narrow=5 * width + (2 * width if taps else 0),
+        kept_narrow=4 * width + hidden + (2 * width if taps else 0),
         kept_wide=4 * width + (width if taps else 0),
         halo_tokens=memory.reach,
-        matrices=((width, memory.memory_width),) * 2,
+        matrices=((width, memory.memory_width), (hidden, memory.memory_width)),
     )
 
 

@@ -1,7 +1,8 @@
 """Engram's layer.
 
-Legend: s tokens of a sequence on this context-parallel rank and t of them on this rank, b sequences, T = t b, D hidden
-size, N highest order, H heads, V columns of a row, E = H V.
+Legend: s tokens of a sequence on this context-parallel rank and t of them on this rank, b sequences, T = t b, n residual
+streams, D hidden size, N highest order, H heads, V columns of a row, E = H V. Of one stream [n, D] is [D], and [n] is not
+there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.layers.read_apart import read_apart
 from megamem.parameters import parameter_device
 from megamem.placement.spans import resolve_placement
+from megamem.residual_streams.operations import stream_norm, wide_dtype
 from megamem.width_config import Width
 
 from .addresses import hashed_rows
@@ -36,7 +38,10 @@ _LEAST_SCORE = 1e-6
 
 class EngramLayer(MemoryLayer):
     """u + SiLU(conv(RMS(u))) with u = g W_V e, g = sigmoid(sign(s) sqrt(|s|)) and s = <RMS(W_K e), RMS(h)> / sqrt(D),
-    for the rows e of the n-grams that end at a token and the residual stream h."""
+    for the rows e of the n-grams that end at a token and the residual stream h.
+
+    Of several streams each has its own W_K, norms and convolution; rows and W_V are for all of them.
+    """
 
     memory: EngramConfig
 
@@ -46,13 +51,14 @@ class EngramLayer(MemoryLayer):
             self.epsilon if own is None else own
             for own in (memory.key_epsilon, memory.query_epsilon, memory.conv_epsilon)
         )
-        self.key_proj = self._matrix(hidden_size, memory.memory_width, Width.OUTPUTS)
+        all_streams = hidden_size * (self.num_streams or 1)
+        self.key_proj = self._matrix(all_streams, memory.memory_width, Width.OUTPUTS)
         self.value_proj = self._matrix(hidden_size, memory.memory_width, Width.OUTPUTS)
-        self.key_bias = self._weight(hidden_size) if memory.projection_biases else None
+        self.key_bias = self._weight(all_streams) if memory.projection_biases else None
         self.value_bias = self._weight(hidden_size) if memory.projection_biases else None
-        self.key_gain, self.query_gain = self._weight(hidden_size), self._weight(hidden_size, width=Width.SCORES)
+        self.key_gain, self.query_gain = self._weight(all_streams), self._weight(all_streams, width=Width.SCORES)
         if memory.conv_kernel:
-            self.conv_gain, self.conv = self._weight(hidden_size), self._weight(hidden_size, memory.conv_kernel)
+            self.conv_gain, self.conv = self._weight(all_streams), self._weight(all_streams, memory.conv_kernel)
         sizes = torch.tensor(memory.sizes(self._number + 1)[-1], device=device)
         self.register_buffer("sizes", sizes, persistent=False)
         self.register_buffer("offsets", sizes.cumsum(0) - sizes, persistent=False)
@@ -116,8 +122,9 @@ class EngramLayer(MemoryLayer):
         return self.mixed(hidden, self._read_for(hidden, rows), rows, inputs)
 
     def slot_weights(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """See `MemoryLayer.slot_weights`: the gate."""
-        return self.gate(hidden, self._read_for(hidden, self._rows(inputs))).flatten().unsqueeze(1)
+        """See `MemoryLayer.slot_weights`: the gate, of several streams their mean."""
+        gate = self.gate(hidden, self._read_for(hidden, self._rows(inputs)))
+        return gate.flatten(0, 1).unsqueeze(1) if self.num_streams is None else gate.mean(2).flatten().unsqueeze(1)
 
     def _rows(self, inputs: Inputs) -> Tensor:
         heads = self.memory.num_heads
@@ -132,28 +139,38 @@ class EngramLayer(MemoryLayer):
         return read_apart(self.lookup, rows, dtype).flatten(1)
 
     def mixed(self, hidden: Tensor, read: Tensor, rows: Tensor, inputs: Inputs) -> Tensor:
-        """[t, b, D] of the residual stream [t, b, D] and what was read for it, [t, b, E]."""
+        """[t, b, n, D] of the residual streams [t, b, n, D] and what was read for them, [t, b, E]."""
         value = F.linear(read, self.value_proj, self.value_bias)
         gate = self.gate(hidden, read)
-        gated = (gate.unsqueeze(2) * value.to(gate.dtype)).to(hidden.dtype)
+        if self.num_streams is not None:
+            value = value.unsqueeze(2)
+        gated = (gate.unsqueeze(-1) * value.to(gate.dtype)).to(hidden.dtype)
         out = gated
         if self.memory.conv_kernel:
             out = gated + F.silu(self._convolved(gated, inputs)).to(hidden.dtype)
-        self.observe(rows, None, out.flatten(0, 1))
+        self.observe(rows, None, out.flatten(2).flatten(0, 1))
         return out
 
     def gate(self, hidden: Tensor, read: Tensor) -> Tensor:
-        """g [t, b], in at least fp32, of h [t, b, D] and e [t, b, E]."""
-        key = self.kernels.rms_norm(F.linear(read, self.key_proj, self.key_bias), self.key_gain, self.key_epsilon)
-        query = self.kernels.rms_norm(hidden, self.query_gain, self.query_epsilon)
+        """g [t, b, n], in at least fp32, of h [t, b, n, D] and e [t, b, E]."""
+        key = F.linear(read, self.key_proj, self.key_bias).view(hidden.shape)
+        key = self._normal(key, self.key_gain, self.key_epsilon)
+        query = self._normal(hidden, self.query_gain, self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1) / math.sqrt(hidden.shape[-1])
         return torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
 
     def _convolved(self, gated: Tensor, inputs: Inputs) -> Tensor:
-        normal = self.kernels.rms_norm(gated, self.conv_gain, self.conv_epsilon)
+        normal = self._normal(gated, self.conv_gain, self.conv_epsilon).flatten(2)
         halo = self.halo if inputs.cache is None else inputs.cache.halo(self.name)
         width = self.memory.reach
-        return causal_convolution(
+        out = causal_convolution(
             halo.extended(normal, width), self.conv, inputs.positions, dilation=self.memory.max_order, width=width
         )
+        return out.view(gated.shape)
+
+    def _normal(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+        """RMS(x) of x [t, b, n, D], of each stream by itself."""
+        if self.num_streams is None:
+            return self.kernels.rms_norm(x, gain, epsilon)
+        return stream_norm(x, gain.to(wide_dtype(x.dtype)).view(x.shape[2:]), epsilon)

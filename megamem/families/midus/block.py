@@ -26,7 +26,7 @@ def edit_heads(block: BlockParts, site: Site, parts: Parts) -> None:
     attention: Any = block.self_attention
     attention.submodules.core_attention = partial(CoreWithMemory, make_core=parts.core, site=site)
     attention.submodules.linear_proj = HeadsToTokens
-    block.mlp = None
+    block.mlp, block.adds_to_attention = None, False
 
 
 def edit_stream_and_heads(block: BlockParts, site: Site, parts: Parts) -> None:

@@ -61,7 +61,7 @@ class ResidualNgramsLayer(TokenTableLayer):
         self.gain = self._weight(1)
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """See `MemoryLayer.forward`."""
+        """See `MemoryLayer.forward`; one output for all streams."""
         added = self.gain * inputs.shared
         if self.usage is not None:
             self.observe(self.rows(inputs), None, added.flatten(0, 1))

@@ -117,8 +117,13 @@ def exported_config(
         table_bits: bits of an element of the memory's tables; None: they have the dtype of weights.
 
     Raises:
-        CheckpointError: the exported model does not know the memory's family.
+        CheckpointError: the exported model does not know the memory's family, or several residual streams.
     """
+    if model.residual_streams is not None:
+        raise CheckpointError(
+            "model.residual_streams is set, and exported models have one residual stream: such a model cannot be exported to "
+            "Hugging Face; convert it to another format"
+        )
     # Tables with a row for every token id have as many as the tokenizer has, where the run leaves that to it.
     model = replace(model, vocab_size=vocab_size)
     architecture = architecture_of(model)

@@ -28,7 +28,7 @@ _COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 # Of the optimizer, its schedule and random numbers.
 _NOT_WEIGHTS = ("optimizer.", "opt_param_scheduler", "rng_state", "rerun_state_machine_state")
 # Parts of our models that a plain GPTModel does not have.
-_NOT_PLAIN = ("memory", "latent_attention", "multi_token_prediction")
+_NOT_PLAIN = ("memory", "latent_attention", "residual_streams", "multi_token_prediction")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 

@@ -44,6 +44,8 @@ def released_pairs(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], re
     released = release in family_of(memory).released if memory is not None else release == ULTRAMEMV2_RELEASE
     if model.latent_attention is not None:
         raise ConfigError(f"the release {release} has no models with latent attention: use the native format")
+    if model.residual_streams is not None:
+        raise ConfigError(f"the release {release} has no models with several residual streams: use the native format")
     if any(span.queried is not None for span in model.memory_spans):
         raise ConfigError(
             f"the release {release} has no memories that read with an earlier block's stream "

@@ -1,0 +1,242 @@
+"""Models with several residual streams train to the same weights on every layout: streams are sent between stages, with the
+weights that they are read with next, cut with their sequences, and made again in backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_layouts_fp64 import check
+from test_layouts_fp64 import train as train_in_fp64
+from test_token_layouts import FULL, HALOS, NGRAMS, OF_ROOTS, SELECTIVE, Trained, place_of, train
+from test_token_layouts import KINDS as TOKEN_KINDS
+from test_token_layouts import LAYOUTS as TOKEN_LAYOUTS
+from tiny_runs import MEMORY, SHARED, build, joined, on, tiny_run
+from torch import Tensor
+
+from megamem.config import LatentAttentionConfig, MoEConfig
+from megamem.families.engram.config import EngramConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import MemoryConfig
+from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
+from parallel.sharded_bank import announce_tokens
+from pretrain.config.schema import RunConfig
+
+STREAMS = {
+    "mhc": ResidualStreamsConfig(count=3, iterations=4),
+    "single pass": ResidualStreamsConfig(kind="single_pass", iterations=4),
+    "gated": ResidualStreamsConfig(kind="gated", count=2, rank=12),
+    "plain": ResidualStreamsConfig(kind="plain", count=3),
+    "static": ResidualStreamsConfig(kind="plain", count=2, dynamic=False),
+}
+# Chunks of two blocks, for what ties two together.
+IN_PAIRS = "tensor 2 x pipeline 2, recomputed"
+LAYOUTS = TOKEN_LAYOUTS | {IN_PAIRS: {"tensor": 2, "pipeline": 2, "recompute": "full"}}
+# 1e-5 as everywhere; maps of streams add some roundings of their own.
+TOLERANCE = 2e-5
+PLE = EngramConfig(
+    rules="ple",
+    value_dim=8,
+    heads_per_order=2,
+    rows_per_head=29,
+    boundary_id=8,
+    projection_biases=False,
+    placement=PlacementConfig(blocks=(1, 2)),
+)
+
+
+TIED = ("learned keys that join later", "one query", "residual n-grams", "move")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A kind of streams with a kind of memory, and more parts of a model."""
+
+    streams: str
+    memory: MemoryConfig | None
+    parts: dict[str, Any]
+    muon: bool = False
+
+
+MODELS = {
+    "mhc": Model("mhc", None, {}),
+    "mhc, learned keys, muon": Model("mhc", MEMORY, {}, muon=True),
+    "mhc, engram, experts": Model("mhc", NGRAMS, {"moe": MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)}),
+    "single pass, learned keys that join later": Model(
+        "single pass",
+        UltraMemConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:1/1:1/2:3")),
+        {},
+    ),
+    "single pass, engram": Model("single pass", replace(NGRAMS, conv_kernel=0), {"tied_embeddings": False}),
+    "single pass, ngram embedding": Model("single pass", TOKEN_KINDS["ngram embedding"], {}),
+    "gated, ple, muon": Model("gated", PLE, {}, muon=True),
+    "gated, residual n-grams": Model("gated", TOKEN_KINDS["residual n-grams"], {}),
+    "plain, one query": Model("plain", replace(MEMORY, placement=PlacementConfig(query_group=2)), {}),
+    "plain, latents, move": Model(
+        "plain",
+        TOKEN_KINDS["latents, move"],
+        {"num_query_groups": None, "latent_attention": LatentAttentionConfig(latent_dim=12, rotary_dim=4)},
+    ),
+    "static, in place of feed-forwards": Model(
+        "static", replace(MEMORY, placement=PlacementConfig(blocks=(1, 3), position="instead")), {}
+    ),
+}
+# One of each kind of streams meets every axis.
+EVERYWHERE = (
+    "mhc, learned keys, muon",
+    "mhc, engram, experts",
+    "single pass, engram",
+    "gated, ple, muon",
+    "plain, latents, move",
+    "static, in place of feed-forwards",
+)
+TRIED: dict[str, tuple[str, ...]] = {
+    FULL: ("mhc", "single pass, engram", "single pass, ngram embedding", "gated, residual n-grams"),
+    SELECTIVE: EVERYWHERE,
+    IN_PAIRS: ("mhc", "single pass, learned keys that join later", "plain, one query"),
+    HALOS: (*EVERYWHERE, "single pass, ngram embedding", "gated, residual n-grams", "mhc"),
+    "pipeline 4": ("mhc", "single pass, engram", "gated, ple, muon", "static, in place of feed-forwards"),
+}
+
+
+def config_of(name: str) -> RunConfig:
+    model = MODELS[name]
+    optimizer = replace(SHARED.optimizer, matrices="muon") if model.muon else SHARED.optimizer
+    own = replace(SHARED.model, memory=model.memory, residual_streams=STREAMS[model.streams], **model.parts)
+    return replace(SHARED, model=own, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_meets_the_axes_that_bear_on_it(name: str) -> None:
+    met = {axis for layout, names in TRIED.items() if name in names for axis in LAYOUTS[layout]}
+    assert met >= ({"tensor", "pipeline", "context", "memory", "recompute"} if name in EVERYWHERE else {"recompute"})
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
+    """Results of every rank, by layout and model."""
+
+    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
+        found: dict[str, dict[str, Trained]] = {}
+        for layout, sizes in layouts.items():
+            with joined(on(config_of("mhc"), **sizes)) as groups:
+                found[layout] = {
+                    name: train(build(on(config_of(name), **sizes), groups)) for name in TRIED.get(layout, MODELS)
+                }
+        return found
+
+    alone = run_ranks(lambda: main({"one rank": {}, "again": {}}), 1)[0]
+    by_rank = run_ranks(lambda: main({layout: LAYOUTS[layout] for layout in TRIED}), 4, timeout_s=600)
+    together = {
+        layout: {name: [of_rank[layout][name] for of_rank in by_rank] for name in names}
+        for layout, names in TRIED.items()
+    }
+    return {layout: {name: [of_model] for name, of_model in of.items()} for layout, of in alone.items()} | together
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for layout, names in TRIED.items() for name in names])
+def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], name: str, layout: str) -> None:
+    """Losses, norms, and all weights after the steps; copies of a weight are the same to the bit."""
+    (alone,), ranks = trained["one rank"][name], trained[layout][name]
+    for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0].steps, alone.steps, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    expected = alone.whole_weights
+    seen: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for key, offset, _, weight in (shard for rank in ranks for shard in rank.weights):
+        error = (weight - expected[key][place_of(offset, weight)]).abs().max() / expected[key].abs().max().clamp_min(
+            1e-3
+        )
+        assert error <= (2 * OF_ROOTS if "engram" in name or "ple" in name else TOLERANCE), (key, float(error))
+        assert torch.equal(seen.setdefault((key, offset), weight), weight), f"copies of {key} differ"
+    assert {key for key, _ in seen} == set(expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_repeat_to_the_bit_and_train_every_site(trained: dict[str, Any], run_ranks: Any, name: str) -> None:
+    (alone,), (again,) = trained["one rank"][name], trained["again"][name]
+    assert alone.steps == again.steps
+    assert all(torch.equal(one[-1], other[-1]) for one, other in zip(alone.weights, again.weights, strict=True))
+
+
+def test_sent_streams_are_those_of_one_rank_to_ten_digits(run_ranks: Any) -> None:
+    """In fp64, by plain gradient steps: what is left of a difference in fp32 is rounding and nothing else."""
+    # Copies of a table, and what ties two blocks together, are not for these stages.
+    names = [name for name in MODELS if name.split(", ")[-1] not in TIED]
+    layouts: dict[str, dict[str, Any]] = {
+        "stages": {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1, "recompute": "full"},
+        "cut": {"context": 2, "memory": 2, "micro_batch_size": 2},
+    }
+    alone = run_ranks(lambda: [train_in_fp64(config_of(name)) for name in names], 1)[0]
+    for sizes in layouts.values():
+        by_rank = run_ranks(
+            lambda s=sizes: [train_in_fp64(on(config_of(name), **s)) for name in names], 2, timeout_s=300
+        )
+        for expected, *of_model in zip(alone, *by_rank, strict=True):
+            check([shard for of_rank in of_model for shard in of_rank], expected)
+
+
+@pytest.mark.parametrize("name", ["single pass, engram", "gated, ple, muon"])
+def test_bf16_streams_are_sent_as_they_are(run_ranks: Any, name: str) -> None:
+    """Weights in fp32 travel as their bits: the loss over stages is that of one rank to the bit, and so is the next one but
+    for the order in which gradients are summed."""
+    config = config_of(name)
+    # A tied embedding's gradient is the sum of two, each rounded on its stage.
+    config = replace(
+        config,
+        model=replace(config.model, tied_embeddings=False),
+        train=replace(config.train, precision="bf16"),
+    )
+
+    def main(sizes: dict[str, Any]) -> list[tuple[float, float]]:
+        with tiny_run(on(config, micro_batch_size=2, **sizes)) as run:
+            return run.train(2)
+
+    alone, staged = run_ranks(lambda: main({}), 1)[0], run_ranks(lambda: main({"pipeline": 2}), 2)[0]
+    assert staged[0][0] == alone[0][0]
+    assert staged[0][1] == pytest.approx(alone[0][1], rel=1e-6)
+    assert staged[1] == pytest.approx(alone[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mhc, engram, experts", "single pass, engram", "gated, ple, muon"])
+def test_what_one_layout_saves_another_one_resumes(
+    run_ranks: Any, tmp_path: Path, trained: dict[str, Any], name: str
+) -> None:
+    def main() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        with tiny_run(on(config_of(name), **LAYOUTS[SELECTIVE])) as run:
+            run.train(1)
+            run.save(tmp_path)
+        found = []
+        for sizes in (LAYOUTS["pipeline 4"], LAYOUTS["tensor 2 x memory 4"]):
+            with tiny_run(on(config_of(name), **sizes)) as run:
+                run.resume(tmp_path / "step_00000001")
+                found.append(run.train(1))
+        return found[0], found[1]
+
+    for steps in run_ranks(main, 4)[0]:
+        (loss, norm), (expected_loss, expected_norm) = steps[0], trained["one rank"][name][0].steps[1]
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
+    names = [name for name in MODELS if MODELS[name].memory is not None and "experts" not in name]
+
+    def main() -> int:
+        with joined(on(config_of("mhc"), memory=2)) as groups:
+            for name in names:
+                (model,) = build(on(config_of(name), memory=2), groups).bare
+                announce_tokens(model.banks.values(), (5, 0))
+                with torch.no_grad():
+                    if groups.rank == 0:
+                        ids = torch.arange(5).unsqueeze(0)
+                        assert model(ids, ids, None).shape[:2] == (1, 5)
+                    else:
+                        model.serve_memory()
+        return len(names)
+
+    assert run_ranks(main, 2) == [len(names)] * 2
