@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_kinds_layouts import KINDS as RETRIEVING
+from test_stream_layouts import config_of as config_of_streams
 from test_token_layouts import KINDS as OF_TOKENS
 from test_token_layouts import config_of as config_of_tokens
 from tiny_runs import SHARED, VOCAB_SIZE, joined, on
@@ -28,6 +29,12 @@ from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
 
+OF_STREAMS = (
+    "mhc, engram, experts",
+    "single pass, learned keys that join later",
+    "gated, ple, muon",
+    "plain, one query",
+)
 LENGTH = SHARED.train.sequence_length
 # Largest error over the largest logit.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
@@ -55,6 +62,7 @@ def cases() -> dict[str, RunConfig]:
         "one stream for all": dense(
             memory=replace(RETRIEVING["pkm"], placement=PlacementConfig(query_group=4))  # type: ignore[type-var]
         ),
+        **{f"streams, {name}": config_of_streams(name) for name in OF_STREAMS},
         "experts": dense(moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)),
         "separate documents": replace(dense(), data=replace(SHARED.data, documents="separate")),
     }

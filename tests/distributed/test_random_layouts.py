@@ -17,6 +17,7 @@ from test_kinds_layouts import KINDS as RETRIEVED
 from test_layouts import assembled
 from test_layouts_fp64 import train
 from test_moe import EXPERTS
+from test_stream_layouts import STREAMS
 from test_token_layouts import KINDS as BY_TOKENS
 from tiny_runs import SHARED, VOCAB_SIZE
 
@@ -44,6 +45,7 @@ MODEL: Mapping[str, tuple[Any, ...]] = {
         LatentAttentionConfig(12, 0, query_latent_dim=20),
     ),
     "moe": (None, None, EXPERTS),
+    "residual_streams": (*5 * (None,), *STREAMS.values()),
     "multi_token_prediction": (None, None, MultiTokenConfig(depth=2, loss_weight=0.5)),
     "rotary_scaling": (None, None, RotaryScalingConfig("yarn", factor=4.0, original_length=8)),
 }
@@ -115,7 +117,11 @@ def test_a_drawn_model_on_a_drawn_layout_trains_as_on_one_rank(run_ranks: Callab
     by_rank = run_ranks(lambda: [results(config) for config in configs], NUM_RANKS, timeout_s=60 + 16 * NUM_PAIRS)
     wrong = []
     for number, (config, of_one, *of_ranks) in enumerate(zip(configs, expected, *by_rank, strict=True)):
-        problem = difference(of_one, of_ranks, loosely=config.parallel.tensor > 1)
+        has_roots = any(memory.kind == "engram" for memory in config.model.memories)
+        # Cross entropies of whole logits are in fp32, those of chunks in fp64, and split vocabularies add up in another order. A
+        # gate with a root makes more of it: the first difference alone moved a bias that begins at 0 by 4e-6, on one rank.
+        bound = 1e-4 if config.parallel.tensor > 1 else 1e-5 if has_roots else 1e-6
+        problem = difference(of_one, of_ranks, bound)
         if problem:
             wrong.append(
                 f"pair {SEED * 1000 + number}: {problem}\n  {config.model}\n  {config.parallel}\n  {config.train}\n  {config.data}"
@@ -123,7 +129,7 @@ def test_a_drawn_model_on_a_drawn_layout_trains_as_on_one_rank(run_ranks: Callab
     assert not wrong, "\n".join(wrong)
 
 
-def difference(of_one: Any, of_ranks: list[Any], *, loosely: bool) -> str:
+def difference(of_one: Any, of_ranks: list[Any], bound: float) -> str:
     """Problem of a run on several ranks; empty: there is none."""
     for found in (of_one, *of_ranks):
         if isinstance(found, str):
@@ -131,7 +137,5 @@ def difference(of_one: Any, of_ranks: list[Any], *, loosely: bool) -> str:
     actual, expected = assembled([shard for of_rank in of_ranks for shard in of_rank]), assembled(of_one)
     if actual.keys() != expected.keys():
         return f"other parameters: {sorted(actual.keys() ^ expected.keys())}"
-    # Cross entropies of whole logits are in fp32, those of chunks in fp64, and split vocabularies add up in another order.
-    bound = 1e-4 if loosely else 1e-6
     errors = {key: float((actual[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected}
     return ", ".join(f"{key} {error:.1e}" for key, error in errors.items() if not error <= bound)

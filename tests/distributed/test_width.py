@@ -41,6 +41,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.width_config import MupConfig
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
@@ -70,7 +71,15 @@ MEMORIES: dict[str, Callable[[int], MemoryConfig | None]] = {
 }
 
 
-def of_width(width: int, kind: str, *, mup: bool = True, **keys: Any) -> RunConfig:
+STREAMS = {
+    "mhc": ResidualStreamsConfig(count=3),
+    "single_pass": ResidualStreamsConfig(kind="single_pass", count=3),
+    "gated": ResidualStreamsConfig(kind="gated", count=3, rank=12),
+    "plain": ResidualStreamsConfig(kind="plain", count=3),
+}
+
+
+def of_width(width: int, kind: str, *, mup: bool = True, streams: str | None = None, **keys: Any) -> RunConfig:
     """A model whose heads, feed-forward and stream are all wider, trained with rates of another order than its size."""
     memory = MEMORIES[kind](width)
     model = ModelConfig(
@@ -81,6 +90,7 @@ def of_width(width: int, kind: str, *, mup: bool = True, **keys: Any) -> RunConf
         vocab_size_multiple=16,
         mup=MupConfig(base_hidden_size=BASE) if mup else None,
         memory=memory,
+        residual_streams=None if streams is None else STREAMS[streams],
     )
     optimizer = OptimizerConfig(**({"lr": 0.01, "schedule": "constant", "clip_grad": 0.0} | keys))
     return RunConfig(
@@ -133,6 +143,16 @@ def test_four_times_the_width_changes_as_much(run_ranks: Any, kind: str) -> None
     assert {name: SMALLEST < wide[name] / narrow[name] < LARGEST for name in narrow} == dict.fromkeys(narrow, True)
 
 
+@pytest.mark.parametrize("streams", STREAMS)
+def test_several_streams_change_as_much(run_ranks: Any, streams: str) -> None:
+    def main() -> list[dict[str, float]]:
+        return [changes(of_width(width, "engram", streams=streams)) for width in WIDTHS]
+
+    (by_width,) = run_ranks(main, 1)
+    narrow, _, wide = by_width
+    assert {name: SMALLEST < wide[name] / narrow[name] < LARGEST for name in narrow} == dict.fromkeys(narrow, True)
+
+
 @pytest.mark.parametrize("kind", ["dense", "ultramem_v2"])
 def test_without_it_a_wide_model_changes_more(run_ranks: Any, kind: str) -> None:
     (by_width,) = run_ranks(lambda: [changes(of_width(width, kind, mup=False)) for width in WIDTHS], 1)
@@ -174,17 +194,24 @@ OTHERS: dict[str, ModelConfig] = {
         memory=EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))),
     ),
 }
+for _kind, _streams in STREAMS.items():
+    OTHERS[f"streams, {_kind}, another token"] = replace(SHARED.model, mup=MUP, residual_streams=_streams)
 BY_INPUTS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "projection", "router", "linear_q_down_proj"} | {
-    *("linear_kv_down_proj", "linear_q_proj", "query_proj", "pre_value_proj", "gate_proj", "silu_gate", "output_gate")
+    *("linear_kv_down_proj", "linear_q_proj", "query_proj", "pre_value_proj", "gate_proj", "silu_gate", "output_gate"),
+    *("fn", "down", "inject", "alpha_map", "beta_map"),
 }
 """Weights whose inputs are as wide as the model, by the last part of their names."""
-NARROW = {"word_embeddings", "output_layer", "linear_q_up_proj", "linear_kv_up_proj", "value_proj", "key_proj"}
+NARROW = {"word_embeddings", "output_layer", "linear_q_up_proj", "linear_kv_up_proj", "value_proj", "key_proj", "up"}
+
+
+GAINS_LESS_ONE = "decoder.streams_end.norm"
+"""Gains before logits of gated streams, of which the parameter is what is more than 1."""
 
 
 def factor_of(name: str, model: ModelConfig) -> float:
     """Factor of a parameter's rate, as the page's table has it."""
     part = name.removesuffix(".weight").rpartition(".")[2]
-    if part in BY_INPUTS | {"final_layernorm"}:
+    if part in BY_INPUTS | {"final_layernorm"} or name == GAINS_LESS_ONE:
         return 1 / RATIO
     if part == "q_layernorm" and model.latent_attention is None:
         return math.sqrt(1 / 2)
@@ -238,6 +265,8 @@ def test_initial_weights_have_the_tables_deviations(run_ranks: Any, model: Model
             # By Eq. 26 tables follow their value projection; those of n-grams are embeddings.
             ratio = float(scaled[name].double().norm() / weight.double().norm())
             assert ratio == pytest.approx(RATIO**-0.25 if model.memory.kind == "ultramem_v2" else RATIO**0.5), name
+        elif name == GAINS_LESS_ONE:
+            torch.testing.assert_close(1 + scaled[name], expected * (1 + weight), msg=name)
         else:
             torch.testing.assert_close(scaled[name], expected * weight, rtol=1e-6, atol=1e-7, msg=name)
 

@@ -20,6 +20,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from tests.deadline import launch_within
@@ -245,7 +246,25 @@ AHEAD = replace(
     model=replace(DENSE.model, multi_token_prediction=MultiTokenConfig(depth=2)),
     parallel=ParallelConfig(tensor=2, pipeline=2),
 )
+# Several residual streams: what blocks keep, and what stages send.
+STREAMS = {
+    f"streams, {kind}": replace(
+        DENSE,
+        model=replace(DENSE.model, residual_streams=ResidualStreamsConfig(kind=kind, rank=32)),
+        parallel=ParallelConfig(tensor=2, pipeline=2),
+    )
+    for kind in ("mhc", "single_pass", "gated", "plain")
+}
+STREAMS["streams, recomputed"] = replace(
+    STREAMS["streams, single_pass"],
+    parallel=INTERLEAVED.parallel,
+    train=replace(INTERLEAVED.train, recompute="full"),
+)
+STREAMS["streams, looking back"] = replace(
+    LOOKING_BACK, model=replace(LOOKING_BACK.model, residual_streams=ResidualStreamsConfig())
+)
 CONFIGS = {
+    **STREAMS,
     "further tokens": AHEAD,
     "further tokens, context": replace(
         CUT["ring"], model=AHEAD.model, train=replace(CUT["ring"].train, recompute="selective")

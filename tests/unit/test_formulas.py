@@ -31,6 +31,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.retrieval.config import TuckerConfig
 from megamem.trained_part import Trained
 from pretrain.config.schema import RunConfig
@@ -41,6 +42,7 @@ from pretrain.planning.costs.formulas import (
     memory_layer_costs,
     training_flops_per_token,
 )
+from pretrain.planning.costs.residual_streams import end_flops
 
 VOCAB = 300
 DENSE = ModelConfig(
@@ -203,6 +205,20 @@ MODELS = {
     ),
     "latents": LATENT,
     "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
+    **{
+        f"streams, {kind}": replace(DENSE, residual_streams=ResidualStreamsConfig(kind=kind, count=3, rank=10))
+        for kind in ("mhc", "single_pass", "gated", "plain")
+    },
+    "streams, static, in place of a feed-forward": replace(
+        DENSE,
+        residual_streams=ResidualStreamsConfig(kind="plain", dynamic=False),
+        memory=replace(MEMORY, placement=PlacementConfig(blocks=(1,), position="instead")),
+    ),
+    "streams, engram": replace(
+        DENSE,
+        residual_streams=ResidualStreamsConfig(),
+        memory=EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(blocks=(1,))),
+    ),
     "latents, of queries too": replace(LATENT, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)),
     "latents, of queries too, no norm, wide heads": replace(
         LATENT, qk_norm=False, head_dim=16, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)
@@ -348,6 +364,9 @@ def check_costs(model: ModelConfig, built: BuiltModel) -> None:
             # The scores of the kept entries are computed once more: S C, and from that the sum with the other S.
             pairs = memory.num_cores * memory.tucker_rank * (memory.tucker_rank + 1)
             rescoring = 2 * model.num_memory_layers * memory.num_heads * memory.top_k * pairs
+    if (n := model.num_streams) is not None:
+        # Streams are weighed and mixed by products of tokens' own matrices, at a read more than there are sites.
+        rescoring += (2 * model.num_layers + 1) * 2 * n * (n + 1) * model.hidden_size
     assert expected <= built.products + built.batched_products <= expected + rescoring
 
 
@@ -364,6 +383,8 @@ def _part_of(name: str) -> str:
         return "tables"
     if name.startswith("multi_token"):
         return "multi_token"
+    if "streams." in name or "streams_end" in name:
+        return "residual_streams"
     if any(
         part in name
         for part in (
@@ -456,6 +477,7 @@ def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
     projection = 2.0 * 384 * model.hidden_size
     blocks = sum(forward_flops_of_block(model, block) for block in range(model.num_layers))
     forward = forward_flops_per_token(model, length)
+    projection += end_flops(model)
     assert blocks + attended + projection == pytest.approx(forward, rel=1e-12)
     all_layers = tuple(range(1, model.num_layers + 1))
     trained = training_flops_per_token(model, length, Trained(all_layers))

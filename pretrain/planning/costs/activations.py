@@ -21,6 +21,7 @@ from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_read_rows
+from pretrain.planning.costs.residual_streams import end_kept, state_bytes
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
@@ -58,8 +59,8 @@ def activations(
         passing, block = Passing(), block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     elif train.recompute == "full":
         # Every block keeps its input; a whole block only while its backward pass runs, at most one with a memory.
-        inputs = blocks_in_flight * (1 + stage.backward.arrivals / max(1, stage.backward.num))
-        waiting = {MemoryPart.RESIDUAL: inputs * tokens * model.hidden_size * element}
+        arrivals = stage.backward.arrivals / max(1, stage.backward.num) * model.hidden_size * element
+        waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * (state_bytes(model, element) + arrivals)}
         if model.moe is not None:
             # Megatron's dispatchers keep the graphs of their last pass, and those the gradients of the blocks' inputs.
             left = (stage.backward.num - 1) * tokens * model.hidden_size * element
@@ -74,7 +75,8 @@ def activations(
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
-            MemoryPart.RESIDUAL: norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
+            MemoryPart.RESIDUAL: tokens
+            * (norm_bytes(element, trained=stage.trains_all) * model.hidden_size + end_kept(model, element)),
             MemoryPart.LOSS: loss_bytes(config, stage, division.loss_tokens, on_gpu=on_gpu),
         }
         if division.num_microbatches > 1:
@@ -98,7 +100,7 @@ def activations(
     if stage.has_embedding:
         parts = merged(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
     if config.parallel.pipeline > 1:
-        parts = merged(parts, {MemoryPart.MESSAGES: tokens * model.hidden_size * element})
+        parts = merged(parts, {MemoryPart.MESSAGES: tokens * state_bytes(model, element)})
     return parts
 
 

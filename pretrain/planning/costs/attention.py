@@ -10,6 +10,7 @@ from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.placement.block_plan import BlockPlan, sum_over_blocks
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.residual_streams import num_norms
 
 
 def attention_weights(model: ModelConfig, block: BlockPlan) -> int:
@@ -40,7 +41,7 @@ def attention_biases(model: ModelConfig) -> int:
 
 def norm_weights(model: ModelConfig, block: BlockPlan) -> int:
     """Gains and biases of a block's norms, which every rank has."""
-    return (block.num_norms + block.has_layer_norm) * model.hidden_size + attention_gains(model)
+    return (num_norms(model, block) + block.has_layer_norm) * model.hidden_size + attention_gains(model)
 
 
 def projected_twice(model: ModelConfig, block: BlockPlan) -> int:

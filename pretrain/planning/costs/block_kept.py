@@ -16,6 +16,7 @@ from pretrain.planning.costs.experts import experts_kept
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Blocks, FamilyInStage, Stage
 from pretrain.planning.costs.read_rows import vectors_are_joined
+from pretrain.planning.costs.residual_streams import sites_kept
 
 
 def block_kept(
@@ -37,7 +38,7 @@ def block_kept(
     ffns = trained.ffns * _ffn_kept(model, tokens, element)
     ffns += (blocks.ffns - trained.ffns) * _ffn_kept(model, tokens, element, trained=False)
     parts = {
-        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size),
+        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size + tokens * sites_kept(model, element)),
         MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
         MemoryPart.FEED_FORWARD: share * ffns,
     }

@@ -11,6 +11,7 @@ from pretrain.planning.costs.block_kept import id_bytes
 from pretrain.planning.costs.experts import experts_backward
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import FamilyInStage, Stage
+from pretrain.planning.costs.residual_streams import sites_passing
 
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""
@@ -80,7 +81,7 @@ def block_passing(
         moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
     return Passing(
         # The gradient that goes down the residual stream, and what a part adds to it.
-        {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element},
+        {MemoryPart.BACKWARD: tokens * (2.0 * model.hidden_size * element + sites_passing(model, element))},
         max(backbone, key=total),
         max(moments, key=total),
         on_memory_stream,

@@ -21,9 +21,12 @@ from megamem.trained_part import ALL, Trained, TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection
+from pretrain.planning.costs.residual_streams import end_flops, end_weights, last_norm, site_flops, site_weights
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
+# Those that most models lack.
+_OPTIONAL = ("residual_streams", "multi_token")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class ParameterCounts:
         attention: query, key, value and output projections with their biases, or, with latents, their own.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
+        residual_streams: sites of several streams, and their end.
         multi_token: the branch that predicts further tokens: blocks, projections and norms.
         retrieval: query projections, keys, gains and Tucker cores.
         memory_projections: value and pre-value projections, and gates.
@@ -48,6 +52,7 @@ class ParameterCounts:
     attention: int
     ffn: int
     norms: int
+    residual_streams: int
     multi_token: int
     retrieval: int
     memory_projections: int
@@ -58,9 +63,9 @@ class ParameterCounts:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts that add up to the model, by name; without a branch for further tokens it is none of them."""
+        """The parts that add up to the model, by name; several streams, and a branch for further tokens, where they are."""
         named = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _SHARES}
-        return {name: count for name, count in named.items() if name != "multi_token" or count}
+        return {name: count for name, count in named.items() if name not in _OPTIONAL or count}
 
     @property
     def total(self) -> int:
@@ -86,7 +91,8 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
         attention=_attention_products(model) + model.num_layers * attention_biases(model),
         ffn=ffn,
-        norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
+        norms=sum_over_blocks(model, partial(norm_weights, model)) + last_norm(model),
+        residual_streams=model.num_layers * site_weights(model) + end_weights(model),
         multi_token=model.num_branch_blocks * (_plain_block(model) + branch_projection(model) + branch_norms(model)),
         retrieval=own.retrieval,
         memory_projections=own.projections + shared_parameters(model),
@@ -158,6 +164,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     attention = _attention_products(model) + sum_over_blocks(model, partial(projected_twice, model))
     flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
     num_blocks = model.num_layers + model.num_branch_blocks
+    flops += model.num_layers * site_flops(model) + end_flops(model)
     return flops + branch_flops(model) + num_blocks * attended_flops(model, sequence_length) + memory_flops(model)
 
 
@@ -189,7 +196,7 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int, trained: 
         return 3.0 * forward
     products = {block: forward_flops_of_block(model, block) for block in range(part.first_block, model.num_layers)}
     return forward + backward_flops(
-        2.0 * _embedding_size(model) + branch_flops(model) + sum(products.values()),
+        2.0 * _embedding_size(model) + end_flops(model) + branch_flops(model) + sum(products.values()),
         sum(flops for block, flops in products.items() if part.trains({block})),
         (len(products) + model.num_branch_blocks) * attended_flops(model, sequence_length),
     )
@@ -220,7 +227,7 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
         if model.moe is not None:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
         weights += ffn
-    flops = 2.0 * weights
+    flops = 2.0 * weights + site_flops(model)
     for layer in (model.memory_layers[index] for index in plan.memories):
         own, memory = _layer_costs(model, layer), layer.memory
         flops += own.key_flops + own.selection_flops + own.projection_flops

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megamem.config import ModelConfig
 from megamem.layer_costs import LayerCosts
 from megamem.placement.block_plan import BlockPlan
+from pretrain.planning.costs.residual_streams import end_matrices, site_matrices
 
 Shape = tuple[int, int]
 
@@ -36,14 +37,24 @@ class HiddenMatrices:
 
     @staticmethod
     def of(
-        model: ModelConfig, blocks: Sequence[BlockPlan], memory: LayerCosts, *, num_projections: int = 0
+        model: ModelConfig,
+        blocks: Sequence[BlockPlan],
+        memory: LayerCosts,
+        *,
+        num_projections: int = 0,
+        has_end: bool = False,
     ) -> HiddenMatrices:
-        """Matrices of some blocks, of memories that have these costs in all, and of as many projections of a branch."""
+        """Matrices of some blocks, of memories that have these costs in all, and of as many projections of a branch.
+
+        Args:
+            has_end: several residual streams end here.
+        """
         split = [shape for block in blocks for shape in (*_attention(model, block), *_feed_forward(model, block))]
         experts = [shape for block in blocks for shape in _experts(model, block)]
         by_heads = memory.matrices if memory.split_by_heads else ()
         whole = () if by_heads else memory.matrices
         whole += num_projections * ((model.hidden_size, 2 * model.hidden_size),)
+        whole += len(blocks) * site_matrices(model) + has_end * end_matrices(model)
         return HiddenMatrices((*split, *by_heads), whole, tuple(experts))
 
 

@@ -21,6 +21,7 @@ from pretrain.planning.costs.attention import attention_biases, attention_weight
 from pretrain.planning.costs.branch import branch_norms, branch_projection
 from pretrain.planning.costs.formulas import shared_parameters
 from pretrain.planning.costs.matrices import HiddenMatrices
+from pretrain.planning.costs.residual_streams import end_weights, last_norm, num_norms, site_weights
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,10 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     if any(family.memory.reads_once for family in families):
         families = tuple(_reading_once(part, family, chunks) for family in families)
         whole += shared_parameters(model)
-    whole += has_loss * model.hidden_size
+    whole += has_loss * (last_norm(model) + end_weights(model))
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     if part.is_whole:
-        matrices = HiddenMatrices.of(model, _plans(model, blocks), costs, num_projections=len(branch))
+        matrices = HiddenMatrices.of(model, _plans(model, blocks), costs, num_projections=len(branch), has_end=has_loss)
         trained = TrainedWeights(split, whole, tables, experts, matrices)
     else:
         trained = _trained_weights(part, blocks)
@@ -293,7 +294,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
     plans = _plans(model, blocks)
     return Blocks(
         num=len(blocks),
-        norms=sum(plan.num_norms for plan in plans),
+        norms=sum(num_norms(model, plan) for plan in plans),
         unprojected=sum(not plan.has_output_projection for plan in plans),
         ffns=sum(plan.has_ffn for plan in plans),
         split_weights=split,
@@ -354,13 +355,14 @@ def _block_weights(model: ModelConfig, block: BlockPlan) -> tuple[int, int, int]
     """Weights of a block without its memory that tensor-parallel ranks split, that all hold, and of experts; see
     `count_parameters`."""
     width = model.hidden_size
-    split, norms = attention_weights(model, block) + attention_biases(model), norm_weights(model, block)
+    split = attention_weights(model, block) + attention_biases(model)
+    whole = norm_weights(model, block) + site_weights(model)
     if not block.has_ffn:
-        return split, norms, 0
+        return split, whole, 0
     if model.moe is None:
-        return split + 3 * width * model.ffn_hidden_size, norms, 0
+        return split + 3 * width * model.ffn_hidden_size, whole, 0
     experts = model.moe.num_experts * 3 * width * model.moe.expert_ffn_hidden_size
-    return split, norms + width * model.moe.num_experts, experts
+    return split, whole + width * model.moe.num_experts, experts
 
 
 @dataclass(frozen=True)

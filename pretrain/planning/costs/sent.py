@@ -22,6 +22,7 @@ from pretrain.planning.costs.read_rows import (
     ranked_bytes,
     replica_bytes,
 )
+from pretrain.planning.costs.residual_streams import state_bytes
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, follows_heads, halo_bytes, lookup_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense
 
@@ -37,7 +38,7 @@ class StageSent:
         context: bytes of attention across cut sequences, and of what else looks back across their cuts.
         tensor: bytes of tensor parallelism in forward and backward, and of what looks back across its cuts.
         halo: bytes of what looks back across the cuts of both.
-        messages: hidden states and their gradients, to neighbouring stages.
+        messages: hidden states, or streams with what travels with them, and their gradients, to neighbouring stages.
         tables: reductions of gradients and gathers of weights, of tables and experts, rows that replicas have read, and sums
             per row over columns.
         dense: reductions of gradients and gathers of weights, of all else.
@@ -64,7 +65,7 @@ def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
 
 def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
     layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
-    hidden = division.rank_tokens * config.model.hidden_size * element
+    message = division.rank_tokens * state_bytes(config.model, element)
     # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
     crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
     width = GRADIENT_BYTES + element
@@ -85,7 +86,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
         tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
         + _tensor_sums(config, stage, division),
         halo=m * halo.hidden * (along == "halo"),
-        messages=m * crossings * hidden,
+        messages=m * crossings * message,
         tables=ring(width * reduced_tables(config, stage) - saved, division.table_replicas)
         + replica_bytes(config, stage, division)
         + _row_sums(config, stage, division),

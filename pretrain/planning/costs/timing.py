@@ -37,6 +37,7 @@ from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
+from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK, state_bytes
 from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
 from pretrain.planning.costs.step import table_step_bytes
@@ -87,6 +88,8 @@ _REMEDIES = {
 }
 
 
+_PASSES_OF_SITES = (5, 12)
+"""Streams that a site reads or writes, forward and backward: for its maps, its input, and what it writes."""
 _WHOLE_LOSS = 80
 """Bytes per logit that PyTorch's kernels moved for a loss both ways on an H100."""
 
@@ -194,7 +197,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     parts[TimePart.TENSOR] = tensor_bytes(config, stage, division) / hardware.nvlink_bytes_per_s
     parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
     parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
-    boundary = tokens * model.hidden_size * element
+    boundary = tokens * state_bytes(model, element)
     crossings = len(stage.chunks) + stage.gradients_sent if layout.pipeline > 1 else 0
     parts[TimePart.MESSAGES] = crossings * boundary / hardware.network_bytes_per_s
     launches = launches_of(config, stage, stage.blocks, 0) + launches_of(config, stage, stage.backward, 1)
@@ -226,6 +229,9 @@ def _elementwise_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
             of_ffn += 4 * model.moe.top_k * model.hidden_size
         of_norms = (2 + gradients) * blocks.norms * model.hidden_size
         sums = 3 * (blocks.num + blocks.ffns) * model.hidden_size
+        if model.num_streams is not None:
+            of_site = _PASSES_OF_SITES[gradients] * model.num_streams * model.hidden_size
+            sums = SITES_PER_BLOCK * blocks.num * of_site
         return of_norms + sums + blocks.num * heads * model.attention_head_dim + blocks.ffns * of_ffn
 
     passed = columns(stage.blocks, 0) + (forwards - 1) * columns(stage.backward, 0) + columns(stage.backward, 1)

@@ -271,7 +271,11 @@ def halo_bytes(config: RunConfig, stage: Stage, *, busiest: bool = False) -> Hal
     most = max(elements(rank) for rank in range(some * layout.tensor if busiest else 1))
     return HaloTraffic(
         ids=chunks * ids * train.micro_batch_size * 8,
-        hidden=most * train.micro_batch_size * config.model.hidden_size * train.element_bytes,
+        hidden=most
+        * train.micro_batch_size
+        * (config.model.num_streams or 1)
+        * config.model.hidden_size
+        * train.element_bytes,
     )
 
 

@@ -21,6 +21,8 @@ _BY_MODULE = (
     ("megamem.layers", MemoryPart.MEMORY),
     ("megamem.families", MemoryPart.MEMORY),
     ("megamem.shuffle", MemoryPart.MEMORY),
+    ("megamem.blocks", MemoryPart.RESIDUAL),
+    ("megamem.residual_streams", MemoryPart.RESIDUAL),
     ("megamem.losses", MemoryPart.MEMORY),
     ("kernels.softmax_gradient", MemoryPart.LOSS),
     ("kernels.softmax_sums", MemoryPart.LOSS),
@@ -31,12 +33,9 @@ _BY_MODULE = (
     ("megatron.core.transformer.mlp", MemoryPart.FEED_FORWARD),
     ("megatron.core.transformer.moe", MemoryPart.FEED_FORWARD),
     ("megatron.core.pipeline_parallel.p2p_communication", MemoryPart.MESSAGES),
-    ("megatron.core.transformer.transformer_layer", MemoryPart.RESIDUAL),
-    ("megatron.core.transformer.transformer_block", MemoryPart.RESIDUAL),
     ("megatron.core.models.common.embeddings.rope_utils", MemoryPart.ATTENTION),
     ("megatron.core.models.common.embeddings", MemoryPart.RESIDUAL),
     ("megamem.model", MemoryPart.LOSS),
-    ("megatron.core.models.gpt.gpt_model", MemoryPart.LOSS),
     # The engine of autograd alone: custom functions and checkpoints pass through the other modules of the package.
     ("torch.autograd.graph", MemoryPart.BACKWARD),
 )
