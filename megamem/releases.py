@@ -55,18 +55,20 @@ def _nothing() -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class ReleasedPart:
-    """A parameter or buffer of a memory layer in a module of a public code.
+    """Rows of a memory layer's parameter or buffer, as rows of a tensor in a module of a public code.
 
     Attributes:
-        name: name in the module.
-        shape: shape of our parameter.
+        name: name of the tensor in the module.
+        shape: shape of our rows.
         there: shape of theirs; None: the same.
-        less: number that each element of theirs is smaller by.
+        first: number of the tensor's row that theirs begin at.
+        less: number that each element of the tensor is smaller by.
     """
 
     name: str
     shape: tuple[int, ...]
     there: tuple[int, ...] | None = None
+    first: int = 0
     less: float = 0.0
 
 
@@ -78,7 +80,7 @@ class ReleasedModule:
         names: the module's names, as models call it; the first one is written, below `model`.
         table: name of the table: `<table>.weight`, or `<table>.shard_<number>.weight` for parts of it in order.
         table_rows: rows of the table there, the first ones of ours.
-        parts: parameters and buffers, by our name.
+        parts: parameters and buffers, by our name: their rows, in order.
         stated: integers that the code keeps, and that follow from the configuration here, by the name in the module.
         implied: makes buffers of ours, by our name, that the code has in no checkpoint, and raises ValueError where it cannot.
     """
@@ -86,6 +88,6 @@ class ReleasedModule:
     names: tuple[str, ...]
     table: str
     table_rows: int
-    parts: Mapping[str, ReleasedPart]
+    parts: Mapping[str, tuple[ReleasedPart, ...]]
     stated: Mapping[str, tuple[int, ...]]
     implied: Callable[[], Mapping[str, Tensor]] = _nothing

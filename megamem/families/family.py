@@ -41,8 +41,8 @@ class Family(Generic[C]):
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
             calibrated, or None where they calibrate nothing.
         released: the layer's names in public codes, by the code's name.
-        released_module: a layer as a module of a public code, in a model of this hidden size; it raises ValueError where the
-            code has no such layers. None: there is none.
+        released_module: a layer as a module of a public code, in a model of this config; it raises ValueError where no
+            code has such layers. None: there is none.
         shared_read_path: path `module:Class` of what the layers of a chunk read together, if they do.
         shared_parameters: parameters of the shared read, in a model of this hidden size, besides the table.
         shared_kept_wide: fp32 elements per token that backward of that needs, besides its sums of rows.
@@ -54,7 +54,7 @@ class Family(Generic[C]):
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
-    released_module: Callable[[PlacedMemory, int], ReleasedModule] | None = None
+    released_module: Callable[[PlacedMemory, ModelConfig], ReleasedModule] | None = None
     shared_read_path: str | None = None
     shared_parameters: Callable[[C, int], int] = _none_shared
     shared_kept_wide: Callable[[C, int], int] = _none_shared

@@ -183,8 +183,11 @@ def test_memories_that_the_codes_do_not_have_are_refused(golden_dir: Path, tmp_p
     module = Module(golden_dir, "ds_basic", tmp_path)
     source = InMemory(module.stored())
     for changes, words in (
-        ({"projection_biases": False}, "projection_biases is False, and .* rules: engram have biases"),
-        ({"conv_kernel": 0, "conv_epsilon": None}, "conv_kernel is 0"),
+        (
+            {"projection_biases": False},
+            "projection_biases is False and conv_kernel is 4, .* rules: engram have biases and",
+        ),
+        ({"conv_kernel": 0, "conv_epsilon": None}, "projection_biases is True and conv_kernel is 0, "),
     ):
         with pytest.raises(ConfigError, match=words):
             modules_as_ours(source, module.with_memory(**changes))

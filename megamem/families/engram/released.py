@@ -1,8 +1,8 @@
-"""Engram's layers as modules of public codes: DeepSeek's demonstration, which TinyEngram adds to Qwen3, and Qwen's PLE in
-transformers.
+"""Engram's layers as modules of public codes: DeepSeek's demonstration, which TinyEngram adds to Qwen3, DeepSeek V4.1,
+and Qwen's PLE in transformers.
 
-Both give a module as many key projections, norms and convolutions as the model has residual streams. One of one stream
-computes what a layer here does, and has its elements.
+Each has as many keys, norms and convolutions as the model has residual streams, as a layer here does, in a layout of
+its own. Legend: n residual streams, D hidden size, E columns of what a token reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megamem.config import ModelConfig
 from megamem.placement.placed import PlacedMemory
 from megamem.releases import ReleasedModule, ReleasedPart
 
@@ -21,73 +22,104 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def released_module(layer: PlacedMemory, width: int) -> ReleasedModule:
-    """See `Family.released_module`: in the code whose rules the memory follows.
+def released_module(layer: PlacedMemory, model: ModelConfig) -> ReleasedModule:
+    """See `Family.released_module`: in the code that has the memory's rules, biases and convolution.
 
     Raises:
-        ValueError: modules of that code have other parts.
+        ValueError: modules of all codes have other parts.
     """
-    memory = layer.memory
+    memory, streams = layer.memory, model.num_streams or 1
     assert isinstance(memory, EngramConfig)
-    biases = memory.rules == "engram"
-    if memory.projection_biases != biases:
-        raise ValueError(
-            f"model.memory.projection_biases is {memory.projection_biases}, and modules of the public code of rules: "
-            f"{memory.rules} have {'biases' if biases else 'none'}: convert it to another format"
-        )
-    if not memory.conv_kernel:
-        raise ValueError(
-            "model.memory.conv_kernel is 0, and modules of the public codes have a convolution: convert it to another format"
-        )
-    return _of_demonstration(layer, memory, width) if biases else _of_ple(layer, memory, width)
+    match memory.rules, memory.projection_biases, memory.conv_kernel > 0:
+        case "engram", True, True:
+            return _of_demonstration(layer, memory, streams, model.hidden_size)
+        case "engram", False, False:
+            return _of_v4_1(layer, memory, streams, model.hidden_size)
+        case "ple", False, True:
+            return _of_ple(layer, memory, streams, model.hidden_size)
+    fitting = (
+        "biases and a convolution, or neither"
+        if memory.rules == "engram"
+        else "a convolution (conv_kernel above 0) and no biases"
+    )
+    raise ValueError(
+        f"model.memory.projection_biases is {memory.projection_biases} and conv_kernel is {memory.conv_kernel}, and "
+        f"modules of the public codes of rules: {memory.rules} have {fitting}: convert it to another format"
+    )
 
 
-def _of_demonstration(layer: PlacedMemory, memory: EngramConfig, width: int) -> ReleasedModule:
-    """Multipliers and the map of token ids are in no checkpoint there; tables are not padded."""
-    parts = {
-        "key_bias": ReleasedPart("key_projs.0.bias", (width,)),
-        "value_bias": ReleasedPart("value_proj.bias", (width,)),
-    }
-    names = ("key_projs.0", "norm1.0", "norm2.0", "short_conv.norms.0", "short_conv.conv")
+def _of_demonstration(layer: PlacedMemory, memory: EngramConfig, streams: int, width: int) -> ReleasedModule:
+    """Tensors of each stream are apart. Multipliers and the map of token ids are in no checkpoint there; tables are not
+    padded."""
+    matrix, vector = (width, memory.memory_width), (width,)
+
+    def of_each(name: str, shape: tuple[int, ...]) -> tuple[ReleasedPart, ...]:
+        return tuple(ReleasedPart(name.format(stream), shape) for stream in range(streams))
+
     rows, starts = _heads(layer, memory)
     return ReleasedModule(
         names=(f"engram_layers.{layer.span.read}", f"layers.{layer.span.read}.engram"),
         table="multi_head_embedding.embedding",
         table_rows=sum(rows),
-        parts=parts | _parts(memory, width, names),
+        parts={
+            "key_bias": of_each("key_projs.{}.bias", vector),
+            "value_bias": (ReleasedPart("value_proj.bias", vector),),
+            "key_proj": of_each("key_projs.{}.weight", matrix),
+            "value_proj": (ReleasedPart("value_proj.weight", matrix),),
+            "key_gain": of_each("norm1.{}.weight", vector),
+            "query_gain": of_each("norm2.{}.weight", vector),
+            "conv_gain": of_each("short_conv.norms.{}.weight", vector),
+            "conv": (_taps("short_conv.conv.weight", memory, streams * width),),
+        },
         stated={"multi_head_embedding.offsets": starts},
         implied=lambda: _constants(layer, memory),
     )
 
 
-def _of_ple(layer: PlacedMemory, memory: EngramConfig, width: int) -> ReleasedModule:
-    """Gains are what is more than 1."""
-    names = ("key_proj", "norm_key", "norm_query", "norm_conv", "conv1d")
-    multipliers = ReleasedPart("ple_embedding.layer_multipliers", (memory.max_order,))
+def _of_v4_1(layer: PlacedMemory, memory: EngramConfig, streams: int, width: int) -> ReleasedModule:
+    """One matrix, [(n + 1) D, E], has the keys of all streams, then the values. Multipliers, the map and tables are as
+    in the demonstration."""
+    wide, columns = streams * width, memory.memory_width
+    rows, _ = _heads(layer, memory)
+    return ReleasedModule(
+        names=(f"layers.{layer.span.read}.engram",),
+        table="embed",
+        table_rows=sum(rows),
+        parts={
+            "key_proj": (ReleasedPart("wkv.weight", (wide, columns)),),
+            "value_proj": (ReleasedPart("wkv.weight", (width, columns), first=wide),),
+            "key_gain": (ReleasedPart("k_weight", (wide,), there=(streams, width)),),
+            "query_gain": (ReleasedPart("q_weight", (wide,), there=(streams, width)),),
+        },
+        stated={},
+        implied=lambda: _constants(layer, memory),
+    )
+
+
+def _of_ple(layer: PlacedMemory, memory: EngramConfig, streams: int, width: int) -> ReleasedModule:
+    """Tensors are as here, but gains are what is more than 1."""
+    wide, columns = streams * width, memory.memory_width
     rows, starts = _heads(layer, memory)
     return ReleasedModule(
         names=(f"layers.{layer.span.read}.ple",),
         table="ple_embedding.ngram_embedding",
         table_rows=layer.view.num_bank_rows,
-        parts={"multipliers": multipliers, **_parts(memory, width, names, gains_less=1.0)},
+        parts={
+            "multipliers": (ReleasedPart("ple_embedding.layer_multipliers", (memory.max_order,)),),
+            "key_proj": (ReleasedPart("key_proj.weight", (wide, columns)),),
+            "value_proj": (ReleasedPart("value_proj.weight", (width, columns)),),
+            "key_gain": (ReleasedPart("norm_key.weight", (wide,), less=1.0),),
+            "query_gain": (ReleasedPart("norm_query.weight", (wide,), less=1.0),),
+            "conv_gain": (ReleasedPart("norm_conv.weight", (wide,), less=1.0),),
+            "conv": (_taps("conv1d.weight", memory, wide),),
+        },
         stated={"ple_embedding.ngram_heads_vocab_sizes": rows, "ple_embedding.ngram_heads_offsets": starts},
     )
 
 
-def _parts(
-    memory: EngramConfig, width: int, names: tuple[str, ...], *, gains_less: float = 0.0
-) -> dict[str, ReleasedPart]:
-    """Projections, gains and taps, by our name."""
-    key, key_norm, query_norm, conv_norm, conv = names
-    matrix, vector = (width, memory.memory_width), (width,)
-    return {
-        "key_proj": ReleasedPart(f"{key}.weight", matrix),
-        "value_proj": ReleasedPart("value_proj.weight", matrix),
-        "key_gain": ReleasedPart(f"{key_norm}.weight", vector, less=gains_less),
-        "query_gain": ReleasedPart(f"{query_norm}.weight", vector, less=gains_less),
-        "conv_gain": ReleasedPart(f"{conv_norm}.weight", vector, less=gains_less),
-        "conv": ReleasedPart(f"{conv}.weight", (width, memory.conv_kernel), there=(width, 1, memory.conv_kernel)),
-    }
+def _taps(name: str, memory: EngramConfig, channels: int) -> ReleasedPart:
+    """Taps of all streams, as the weight of a convolution of each channel by itself."""
+    return ReleasedPart(name, (channels, memory.conv_kernel), there=(channels, 1, memory.conv_kernel))
 
 
 def _heads(layer: PlacedMemory, memory: EngramConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:

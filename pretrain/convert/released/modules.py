@@ -12,7 +12,7 @@ from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.placement.placed import PlacedMemory
 from megamem.releases import ReleasedModule
-from pretrain.checkpoint.store.paired import PairedReader
+from pretrain.checkpoint.store.paired import PairedReader, shapes_of
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, inverted
 from pretrain.errors import CheckpointError, ConfigError
 
@@ -40,9 +40,9 @@ def modules_as_ours(source: TensorReader, model: ModelConfig) -> TensorReader:
         module = _module(layer, model)
         prefix = _prefix(source, layer, module)
         own = [*_parts(layer, module, prefix), *_table_in_parts(source, layer, module, prefix)]
-        _check(source, own, module, prefix)
+        _check(source, own, module, prefix, model)
         pairs += own
-        more |= {f"{prefix}{part.name}": part.less for part in module.parts.values()}
+        more |= {f"{prefix}{part.name}": part.less for parts in module.parts.values() for part in parts}
         try:
             implied |= {f"{layer.name}.{name}": tensor for name, tensor in module.implied().items()}
         except ValueError as error:
@@ -66,7 +66,7 @@ def modules_as_released(ours: TensorReader, model: ModelConfig) -> TensorReader:
         table = (module.table_rows, layer.memory.row_width)
         pairs += _parts(layer, module, prefix)
         pairs.append(Pair(_whole(_table_name(layer), table), _whole(f"{prefix}{module.table}.weight", table)))
-        less |= {f"{prefix}{part.name}": -part.less for part in module.parts.values()}
+        less |= {f"{prefix}{part.name}": -part.less for parts in module.parts.values() for part in parts}
         stated |= {f"{prefix}{name}": torch.tensor(numbers) for name, numbers in module.stated.items()}
     return _Adjusted(PairedReader(inverted(pairs), ours), less, stated)
 
@@ -103,7 +103,7 @@ def _module(layer: PlacedMemory, model: ModelConfig) -> ReleasedModule:
     make = family_of(layer.memory).released_module
     assert make is not None
     try:
-        return make(layer, model.hidden_size)
+        return make(layer, model)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -114,13 +114,21 @@ def _table_name(layer: PlacedMemory) -> str:
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Region:
-    return Region(name, (0,) * len(shape), shape)
+    return _rows(name, 0, shape)
+
+
+def _rows(name: str, first: int, shape: tuple[int, ...]) -> Region:
+    return Region(name, (first, *(0,) * (len(shape) - 1)), shape)
 
 
 def _parts(layer: PlacedMemory, module: ReleasedModule, prefix: str) -> Iterator[Pair]:
     """All but the table."""
-    for name, part in module.parts.items():
-        yield Pair(_whole(f"{layer.name}.{name}", part.shape), _whole(f"{prefix}{part.name}", part.there or part.shape))
+    for name, parts in module.parts.items():
+        first = 0
+        for part in parts:
+            ours = _rows(f"{layer.name}.{name}", first, part.shape)
+            yield Pair(ours, _rows(f"{prefix}{part.name}", part.first, part.there or part.shape))
+            first += part.shape[0]
 
 
 def _prefix(source: TensorReader, layer: PlacedMemory, module: ReleasedModule) -> str:
@@ -156,20 +164,28 @@ def _table_in_parts(source: TensorReader, layer: PlacedMemory, module: ReleasedM
     first = 0
     for name, part in zip(names, parts, strict=True):
         shape = (part, layer.memory.row_width)
-        yield Pair(Region(_table_name(layer), (first, 0), shape), _whole(name, shape))
+        yield Pair(_rows(_table_name(layer), first, shape), _whole(name, shape))
         first += part
 
 
-def _check(source: TensorReader, pairs: Sequence[Pair], module: ReleasedModule, prefix: str) -> None:
+def _check(
+    source: TensorReader, pairs: Sequence[Pair], module: ReleasedModule, prefix: str, model: ModelConfig
+) -> None:
     """Refuse a module that lacks a tensor, has other shapes or stated numbers, or more tensors."""
-    for pair in pairs:
-        info = source.tensors.get(pair.theirs.name)
+    streams = (
+        "one residual stream (model.residual_streams is null)"
+        if model.num_streams is None
+        else f"as many residual streams as model.residual_streams.count is, {model.num_streams}"
+    )
+    shapes = shapes_of(pair.theirs for pair in pairs)
+    for name, shape in shapes.items():
+        info = source.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{pair.theirs.name} is missing")
-        if info.shape != pair.theirs.shape:
+            raise CheckpointError(f"{name} is missing from a module that reads {streams}")
+        if info.shape != shape:
             raise CheckpointError(
-                f"{pair.theirs.name} has shape {list(info.shape)}, and a memory of the configuration, which reads one residual "
-                f"stream, {list(pair.theirs.shape)}"
+                f"{name} has shape {list(info.shape)}, but {list(shape)} in a module that reads {streams}: set the "
+                "keys of the model as they were"
             )
     for name, numbers in module.stated.items():
         info = source.tensors.get(f"{prefix}{name}")
@@ -177,6 +193,8 @@ def _check(source: TensorReader, pairs: Sequence[Pair], module: ReleasedModule, 
             raise CheckpointError(
                 f"{prefix}{name} is not {list(numbers)}, as the keys of model.memory have it: set them as they were"
             )
-    known = {pair.theirs.name for pair in pairs} | {f"{prefix}{name}" for name in module.stated}
+    known = shapes.keys() | {f"{prefix}{name}" for name in module.stated}
     if other := sorted(name for name in source.tensors if name.startswith(prefix) and name not in known):
-        raise CheckpointError(f"{other[0]} is in no module that reads one residual stream, as memories do here")
+        raise CheckpointError(
+            f"{other[0]} is in no module that reads {streams}, as the memory of the configuration does"
+        )
