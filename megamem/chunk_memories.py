@@ -7,18 +7,16 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from kernels.select import Kernels
 from megamem.backbone.parts import Site
-from megamem.bank import Bank, MakeBank
+from megamem.bank import Bank
 from megamem.config import ModelConfig
 from megamem.controls import ControlledLookup
 from megamem.families.registry import family_of
-from megamem.halo import Halo
 from megamem.layers.shared_read import SharedRead
+from megamem.machinery import Machinery
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import Copy, parameter_device
 from megamem.placement.block_plan import plan_blocks
@@ -29,25 +27,22 @@ def memories_of_chunk(
     config: TransformerConfig,
     model: ModelConfig,
     layers: range,
-    make_bank: MakeBank,
+    machinery: Machinery,
     *,
-    kernels: Kernels,
     seed: int,
-    token_group: torch.distributed.ProcessGroup,
-    tensor_group: torch.distributed.ProcessGroup | None,
     stage: Copy,
     lent: Mapping[int, Bank],
-    halo: Halo,
 ) -> tuple[dict[int, Bank], dict[int, list[Site]]]:
     """The banks of a chunk by global index, and its memories by the block that they read in.
 
     Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
     """
+    groups = machinery.groups
     own = _memory_indices(model.memory_spans, layers)
     indices = range(min(own, default=0), max(own, default=-1) + 1)
     device = parameter_device(config)
     banks = {
-        spec.index: make_bank(
+        spec.index: machinery.make_bank(
             spec,
             model.family_of_bank(spec.index),
             dtype=config.params_dtype,
@@ -67,16 +62,16 @@ def memories_of_chunk(
             placed.memory,
             placed.view,
             _lookup(found[placed.view.bank], placed.memory),
-            kernels=kernels,
+            kernels=machinery.kernels,
             name=placed.name,
             seed=seed,
-            token_group=token_group,
-            tensor_group=tensor_group,
-            halo=halo,
+            token_group=groups.tp_cp,
+            # Latents are whole tokens': heads are made of them behind a memory.
+            tensor_group=groups.tp if model.latent_attention is None else None,
+            halo=machinery.hidden_halo,
             num_streams=model.num_streams,
         )
-        slot = placed.memory.slot_of(placed.span)
-        site = Site(slot, plan_blocks(model)[block], placed.span, make_memory, model.num_streams)
+        site = Site(placed, plan_blocks(model)[block], make_memory, model.num_streams)
         sites.setdefault(block, []).append(site)
     return banks, sites
 

@@ -19,8 +19,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from kernels.select import Kernels
-from megamem.attention.core import SdpaCoreAttention
 from megamem.attention.kv_cache import KeyValueCache
 from megamem.attention.rotary import rotary_angles, rotary_turns, scaled_frequencies
 from megamem.backbone.chunked_loss import ChunkedLoss, judge
@@ -29,7 +27,7 @@ from megamem.backbone.multi_token import MultiTokenPrediction
 from megamem.backbone.norm import RMSNorm
 from megamem.backbone.parts import Parts
 from megamem.backbone.specs import backbone_parts
-from megamem.bank import Bank, MakeBank
+from megamem.bank import Bank
 from megamem.blocks.build import build_blocks
 from megamem.blocks.memory_sites import MemorySite
 from megamem.blocks.stack import BlockStack
@@ -39,9 +37,9 @@ from megamem.halo import UNCUT, Halo
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
+from megamem.machinery import Machinery
 from megamem.parameters import Copy
 from megamem.residual_streams.message import sized_for_messages
-from megamem.side_stream import SideStream
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
 _ALL_TOKENS = 1 << 62
@@ -66,87 +64,61 @@ class MemoryGPTModel(LanguageModule):
         self,
         config: TransformerConfig,
         model: ModelConfig,
+        machinery: Machinery,
         *,
         layers: range,
+        has_embedding: bool,
+        has_loss: bool,
         padded_vocab_size: int,
-        sequence_length: int,
         loss_chunk_tokens: int | None,
         separate_documents: bool,
-        groups: ProcessGroupCollection,
-        make_bank: MakeBank,
-        attention_core: type[SdpaCoreAttention],
-        norm: type[RMSNorm],
-        kernels: Kernels,
-        side_stream: SideStream,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None,
         stage: Copy,
         earlier: Sequence[MemoryGPTModel],
         seed: int,
-        token_halo: Halo = UNCUT,
-        hidden_halo: Halo = UNCUT,
     ) -> None:
         """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
 
         Args:
             layers: global 0-based numbers of this chunk's blocks.
+            has_embedding: the model begins with this chunk.
+            has_loss: the model ends with it.
             padded_vocab_size: rows of the embedding.
             loss_chunk_tokens: tokens whose logits the loss holds at a time (`pretrain.config.schema.TrainConfig`).
             separate_documents: positions start anew at every document, and each chunk asks for them.
-            attention_core: class of attention's core where Transformer Engine does not attend.
-            norm: class of the backbone's norms, where Transformer Engine brings none.
-            kernels: kernels of the layers' retrieval and of the backbone; the banks have theirs.
-            side_stream: stream on which the memory of a block runs beside its feed-forward.
             vp_stage: index of the chunk on its rank; None without interleaving.
             stage: this rank's stage, of those of the pipeline.
             earlier: the chunks of this rank that were built before, which lend it the banks that every stage holds.
             seed: the run's seed, which keys the shuffles.
-            token_halo: reaches the tokens before those of this context-parallel rank.
-            hidden_halo: reaches the hidden states before those of this rank, between the tensor-parallel regions.
 
         Raises:
             ValueError: a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
+        groups = machinery.groups
         lent: dict[int, Bank] = {bank.spec.index: bank for chunk in earlier for bank in chunk.own_banks}
         banks, sites = memories_of_chunk(
             config,
             model,
             layers,
-            make_bank,
-            kernels=kernels,
+            machinery,
             seed=seed,
-            token_group=groups.tp_cp,
-            # Latents are whole tokens': heads are made of them behind a memory.
-            tensor_group=groups.tp if model.latent_attention is None else None,
             stage=stage,
             lent=lent,
-            halo=hidden_halo,
         )
-        parts = backbone_parts(
-            config,
-            implementation=model.implementation,
-            attention_core=attention_core,
-            norm=norm,
-            qk_norm=model.qk_norm,
-            latent=model.latent_attention,
-            moe=model.moe,
-            kernels=kernels,
-            groups=groups,
-            side_stream=side_stream,
-        )
+        parts = backbone_parts(config, model, machinery)
         # Megatron's schedules size messages by the chunk's own config alone.
         super().__init__(config=sized_for_messages(config, model.residual_streams), pg_collection=groups)
-        self.model_config, self._token_halo = model, token_halo
+        self.model_config, self._machinery = model, machinery
         # Megatron asks for these names.
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.pre_process, self.post_process, self.vp_stage = has_embedding, has_loss, vp_stage
         self.share_embeddings_and_output_weights = model.tied_embeddings
         self._received: Tensor | None = None
-        if pre_process:
+        if has_embedding:
             self.embedding = LanguageModelEmbedding(
                 config=config,
                 vocab_size=padded_vocab_size,
-                max_sequence_length=sequence_length,
+                # Asked for by learned positions alone.
+                max_sequence_length=0,
                 position_embedding_type="none",
                 tp_group=groups.tp,
             )
@@ -159,10 +131,10 @@ class MemoryGPTModel(LanguageModule):
             final_layernorm=parts.norm,
             groups=groups,
             streams=model.residual_streams,
-            is_first=pre_process,
-            is_last=post_process,
+            is_first=has_embedding,
+            is_last=has_loss,
         )
-        if post_process:
+        if has_loss:
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 padded_vocab_size,
@@ -170,10 +142,10 @@ class MemoryGPTModel(LanguageModule):
                 init_method=config.init_method,
                 bias=False,
                 gather_output=False,
-                skip_weight_param_allocation=pre_process and model.tied_embeddings,
+                skip_weight_param_allocation=has_embedding and model.tied_embeddings,
                 tp_group=groups.tp,
             )
-        if pre_process or post_process:
+        if has_embedding or has_loss:
             self.setup_embeddings_and_output_layer()
         for module in self.modules():
             if hasattr(module, "finish_init"):
@@ -187,7 +159,7 @@ class MemoryGPTModel(LanguageModule):
             first_address += layers_of_family[0].memory.num_addresses(len(layers_of_family))
         self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
         self.separate_documents = separate_documents
-        self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
+        self.reads_tokens = has_embedding or has_loss or self._memory_reads_tokens or separate_documents
         self.weights_are_set = False
         self.input_needs_gradient = self.output_needs_gradient = True
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
@@ -199,24 +171,19 @@ class MemoryGPTModel(LanguageModule):
             self._read_together = [] if self.shared_read is None else [self.shared_read]
         self.chunked_loss: ChunkedLoss | None = None
         self.multi_token: MultiTokenPrediction | None = None
-        if post_process:
-            self._make_losses(loss_chunk_tokens, parts, groups, kernels)
+        if has_loss:
+            self._make_losses(loss_chunk_tokens, parts)
         for module in self.modules():
             if isinstance(module, RMSNorm):
-                module.normalise = kernels.rms_norm
+                module.normalise = machinery.kernels.rms_norm
 
-    def _make_losses(
-        self,
-        chunk_tokens: int | None,
-        parts: Parts,
-        groups: ProcessGroupCollection,
-        kernels: Kernels,
-    ) -> None:
+    def _make_losses(self, chunk_tokens: int | None, parts: Parts) -> None:
         """Give the last chunk its loss in chunks, and the branch that predicts further tokens, where asked for."""
         ahead = self.model_config.multi_token_prediction
         if chunk_tokens is None and ahead is None:
             return
-        self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp, kernels)
+        groups = self._machinery.groups
+        self.chunked_loss = ChunkedLoss(chunk_tokens or _ALL_TOKENS, groups.tp, self._machinery.kernels)
         if ahead is not None:
             self.multi_token = MultiTokenPrediction(
                 self.config, ahead, parts, self.chunked_loss, groups, blocks_before=self.layers.stop
@@ -257,7 +224,7 @@ class MemoryGPTModel(LanguageModule):
             assert position_ids is not None
             for bank in self.own_banks:
                 bank.announce(input_ids)
-            halo = self._token_halo if cache is None else cache.halo("tokens")
+            halo = self._machinery.token_halo if cache is None else cache.halo("tokens")
             inputs = replace(inputs, packed=self._packed(input_ids, position_ids, halo))
             for read in self._joint_reads():
                 own = inputs.share(self.tp_group) if self.config.sequence_parallel else inputs

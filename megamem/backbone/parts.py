@@ -17,8 +17,8 @@ from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention, LatentAttentionSubmodules
 from megamem.config import LatentAttentionConfig
 from megamem.placement.block_plan import BlockPlan
-from megamem.placement.slots import SKIP, Slot
-from megamem.placement.spans import Span
+from megamem.placement.placed import PlacedMemory
+from megamem.placement.slots import SKIP
 from megamem.side_stream import SideStream
 
 
@@ -112,21 +112,19 @@ class Site:
     """One memory of the model.
 
     Attributes:
-        slot: place in the block at which it acts.
+        placed: its config, its slot, and where it reads and joins.
         plan: plan of its block.
-        span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
         num_streams: n, residual streams, where there are several.
     """
 
-    slot: Slot
+    placed: PlacedMemory
     plan: BlockPlan
-    span: Span
     make_memory: Callable[[], MegatronModule]
     num_streams: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.span.is_skip == (self.slot == SKIP)
+        assert self.placed.span.is_skip == (self.placed.slot == SKIP)
 
 
 BlockEdit: TypeAlias = Callable[[BlockParts, Site, Parts], None]

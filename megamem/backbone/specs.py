@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
@@ -17,59 +16,43 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from kernels.select import Kernels
-from megamem.attention.core import SdpaCoreAttention
 from megamem.backbone.moe import moe_spec
-from megamem.backbone.norm import HeadNorm, RMSNorm
+from megamem.backbone.norm import HeadNorm
 from megamem.backbone.parts import Parts
 from megamem.backbone.swiglu import activation_of
-from megamem.config import LatentAttentionConfig, MoEConfig
-from megamem.side_stream import SideStream
+from megamem.config import ModelConfig, MoEConfig
+from megamem.machinery import Machinery
 
 
-def backbone_parts(
-    config: TransformerConfig,
-    *,
-    implementation: Literal["local", "transformer_engine"],
-    attention_core: type[SdpaCoreAttention],
-    norm: type[RMSNorm],
-    qk_norm: bool,
-    latent: LatentAttentionConfig | None,
-    moe: MoEConfig | None,
-    kernels: Kernels,
-    groups: ProcessGroupCollection,
-    side_stream: SideStream,
-) -> Parts:
+def backbone_parts(config: TransformerConfig, model: ModelConfig, machinery: Machinery) -> Parts:
     """The modules that blocks are built from.
 
     Args:
         config: Megatron's config of the whole model.
-        implementation: Megatron's local linears with our `norm` and `attention_core`, or all of Transformer Engine's.
-        latent: settings of latent attention; None: keys and values have projections of their own.
-        moe: a mixture of experts as the feed-forward; None: the dense one.
-        kernels: kernels of what stands between products.
-        side_stream: stream on which the memory of a block runs beside its feed-forward.
+        model: ours. `implementation` says whether linears, norms and attention are Megatron's local ones with those of the
+            machinery, or all Transformer Engine's.
 
     Raises:
         ValueError: Transformer Engine is asked for and not installed.
     """
-    if implementation == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    te = model.implementation == "transformer_engine"
+    if te and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "model.implementation is transformer_engine, which is not installed: pip install 'megamem[te]', or use "
             "model.implementation: local"
         )
-    te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
     return Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
-        norm=provider.layer_norm() if te else norm,
-        head_norm=(provider.layer_norm(for_qk=True) if te else HeadNorm) if qk_norm else IdentityOp,
-        latent_norm=(provider.layer_norm(for_qk=True) if te else norm) if qk_norm else IdentityOp,
-        rotated_heads=None if te else kernels.rotated_heads,
-        core=provider.core_attention() if te else attention_core,
-        make_ffn=_ffn(provider, groups, config.ffn_hidden_size, moe, kernels),
-        latent=latent,
-        side_stream=side_stream,
+        norm=provider.layer_norm() if te else machinery.norm,
+        head_norm=(provider.layer_norm(for_qk=True) if te else HeadNorm) if model.qk_norm else IdentityOp,
+        latent_norm=(provider.layer_norm(for_qk=True) if te else machinery.norm) if model.qk_norm else IdentityOp,
+        rotated_heads=None if te else machinery.kernels.rotated_heads,
+        core=provider.core_attention() if te else machinery.attention_core,
+        make_ffn=_ffn(provider, machinery.groups, config.ffn_hidden_size, model.moe, machinery.kernels),
+        latent=model.latent_attention,
+        side_stream=machinery.side_stream,
     )
 
 

@@ -32,7 +32,7 @@ def build_blocks(
         sites: the chunk's memories, by the block that they read in.
         streams: settings of several residual streams; None: there is one.
     """
-    spans = [site.span for of_block in sites.values() for site in of_block]
+    spans = [site.placed.span for of_block in sites.values() for site in of_block]
     blocks = []
     for number in layers:
         of_block, changed = sites.get(number, ()), parts.block()
@@ -44,7 +44,7 @@ def build_blocks(
         if not plan.adds_attention:
             changed.pre_mlp_layernorm = IdentityOp
         for site in of_block:
-            edit: BlockEdit = pkgutil.resolve_name(site.slot.edit_path)
+            edit: BlockEdit = pkgutil.resolve_name(site.placed.slot.edit_path)
             edit(changed, site, parts)
         blocks.append(
             Block(

@@ -67,7 +67,7 @@ class FfnWithMemory(MegatronModule, MemorySite):
         super().__init__(config=config)
         self.ffn = make_ffn(config=config) if site.plan.has_ffn else None
         self.memory = site.make_memory()
-        self.joins_later, self.side_stream = site.span.is_skip, side_stream
+        self.joins_later, self.side_stream = site.placed.span.is_skip, side_stream
 
     def set_layer_number(self, layer_number: int) -> None:
         """Blocks tell it to mixtures of experts."""
@@ -110,7 +110,8 @@ class EntryMemory(MegatronModule, MemorySite):
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         super().__init__(config=config)
         self.memory = site.make_memory()
-        self.is_embedding, self.reads_streams = site.slot == EMBEDDING, site.slot.reads_streams
+        slot = site.placed.slot
+        self.is_embedding, self.reads_streams = slot == EMBEDDING, slot.reads_streams
         self.num_streams = site.num_streams
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:

@@ -92,18 +92,18 @@ def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) ->
     tokens = sample_tokens(num_tokens, model.hidden_size, seed, layer.name)
     # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
     ids = torch.arange(num_tokens).unsqueeze(1) % (model.vocab_size or num_tokens)
-    span = model.memory_spans[index]
-    slot = memory.slot_of(span)
+    placed = model.memory_layers[index]
+    slot = placed.slot
     if slot.reads_streams and model.num_streams is not None:
         tokens = tokens.unsqueeze(2).expand(-1, -1, model.num_streams, -1)
     is_beside_dense_ffn = model.moe is None and slot.has_ffn and not slot.is_in_attention
     return InitialOutput(
-        block=span.read,
+        block=placed.span.read,
         calibration=calibration,
         table_std=tables.std,
         predicted_std=layer.predicted_std(model, tables.std, calibration, seed),
         measured_std=_root_mean_square(layer.initial_output(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
-        ffn_std=_measure_ffn(model, span.read, seed=seed) if is_beside_dense_ffn else None,
+        ffn_std=_measure_ffn(model, placed.span.read, seed=seed) if is_beside_dense_ffn else None,
         num_tokens=num_tokens,
     )
 

@@ -81,7 +81,7 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     plans: dict[int, BlockPlan] = {}
     lending = {span.queried for span in model.memory_spans}
     for index, layer in enumerate(model.memory_layers):
-        memory, span, slot = layer.memory, layer.span, layer.memory.slot_of(layer.span)
+        memory, span, slot = layer.memory, layer.span, layer.slot
         before = plans.get(span.read, PLAIN)
         plans[span.read] = BlockPlan(
             (*before.slots, slot),

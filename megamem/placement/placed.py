@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
+from megamem.placement.slots import Slot
 from megamem.placement.spans import Span, count_memory_layers, resolve_placement
 
 
 @dataclass(frozen=True)
 class PlacedMemory:
-    """One memory layer.
+    """One memory layer: the record that building, costs, growth, exports and initialisation read.
 
     Attributes:
         memory: config of its family.
@@ -30,9 +31,14 @@ class PlacedMemory:
     view: LayerView
 
     @property
+    def slot(self) -> Slot:
+        """Place in the block at which it acts."""
+        return self.memory.slot_of(self.span)
+
+    @property
     def name(self) -> str:
         """Global name of the layer."""
-        return f"decoder.layers.{self.span.read}.{self.memory.slot_of(self.span).module}.memory"
+        return f"decoder.layers.{self.span.read}.{self.slot.module}.memory"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megamem.backbone.matrices import backbone_matrices
 from megamem.backbone.norm import ApexRMSNorm, RMSNorm
 from megamem.backbone.widths import set_backbone_widths
 from megamem.initialisation.initialise import initialise
+from megamem.machinery import Machinery
 from megamem.model import MemoryGPTModel
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import HIGH_PRIORITY, SideStream
@@ -103,42 +104,24 @@ def build_unset_chunks(
         raise ConfigError(str(error)) from error
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.on_gpu)
-    kernels = kernels or memory_kernels(config, on_gpu=groups.on_gpu)
-    side_stream = _side_stream(config, groups)
+    machinery = _machinery(config, groups, kernels, fetch_rows)
     chunks: list[MemoryGPTModel] = []
-    table_folder = config.optimizer.table_folder
-    home = None if table_folder is None or fetch_rows is not None else StoredTables(Path(table_folder), groups.device)
     of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
     for index, chunk in enumerate(of_stage):
         built = MemoryGPTModel(
             megatron_config,
             model,
+            machinery,
             layers=chunk.layers,
+            has_embedding=chunk.has_embedding,
+            has_loss=chunk.has_loss,
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
-            sequence_length=config.train.sequence_length,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             separate_documents=config.data.documents == "separate",
-            groups=groups.megatron,
-            make_bank=partial(
-                make_bank,
-                kernels=kernels,
-                groups=groups.megatron,
-                row_parts=layout.memory_rows,
-                fetch_rows=fetch_rows,
-                home=home,
-            ),
-            attention_core=attention_core(groups.megatron, context_way(config)),
-            norm=ApexRMSNorm if "norms" in config.train.apex else RMSNorm,
-            kernels=kernels,
-            side_stream=side_stream,
-            pre_process=chunk.has_embedding,
-            post_process=chunk.has_loss,
             vp_stage=index if layout.virtual_pipeline > 1 else None,
             stage=Copy(groups.pipeline_rank, layout.pipeline),
             earlier=tuple(chunks),
             seed=config.seed,
-            token_halo=halo_of(groups.megatron.cp, tensor=1),
-            hidden_halo=hidden_halo(groups.megatron),
         )
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)
@@ -146,6 +129,32 @@ def build_unset_chunks(
         built.train_only(TrainedPart.of(model, config.optimizer.trained))
         chunks.append(built)
     return chunks
+
+
+def _machinery(
+    config: RunConfig, groups: ParallelGroups, kernels: Kernels | None, fetch_rows: FetchRows | None
+) -> Machinery:
+    """See `build_unset_chunks` for arguments and errors."""
+    kernels = kernels or memory_kernels(config, on_gpu=groups.on_gpu)
+    folder = config.optimizer.table_folder
+    home = None if folder is None or fetch_rows is not None else StoredTables(Path(folder), groups.device)
+    return Machinery(
+        groups=groups.megatron,
+        make_bank=partial(
+            make_bank,
+            kernels=kernels,
+            groups=groups.megatron,
+            row_parts=config.parallel.memory_rows,
+            fetch_rows=fetch_rows,
+            home=home,
+        ),
+        attention_core=attention_core(groups.megatron, context_way(config)),
+        norm=ApexRMSNorm if "norms" in config.train.apex else RMSNorm,
+        kernels=kernels,
+        side_stream=_side_stream(config, groups),
+        token_halo=halo_of(groups.megatron.cp, tensor=1),
+        hidden_halo=hidden_halo(groups.megatron),
+    )
 
 
 def memory_kernels(config: RunConfig, *, on_gpu: bool) -> Kernels:
