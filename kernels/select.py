@@ -17,6 +17,7 @@ import torch
 
 from kernels.common import cpp
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
+from kernels.doubly_stochastic.op import DoublyStochastic
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
 from kernels.rms_norm.op import RmsNorm
@@ -33,8 +34,8 @@ from kernels.tucker_topk.op import TuckerTopk
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of the memory layers, of updates of their tables and of the loss, differentiable where they have a
-    gradient. Their arguments are the naive twins'."""
+    """The ops of the memory layers, of updates of their tables, of the backbone and of the loss, differentiable where they
+    have a gradient. Their arguments are the naive twins'."""
 
     gather_sum: GatherSum
     gather_dot: GatherDot
@@ -50,6 +51,7 @@ class Kernels:
     softmax_gradient: SoftmaxGradient
     rotated_heads: RotatedHeads
     rms_norm: RmsNorm
+    doubly_stochastic: DoublyStochastic
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

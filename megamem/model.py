@@ -127,10 +127,11 @@ class MemoryGPTModel(LanguageModule):
         self._gives_turns = parts.rotated_heads is not None
         self.decoder = BlockStack(
             config,
-            build_blocks(config, layers, parts, sites, groups, model.residual_streams),
+            build_blocks(config, layers, parts, sites, groups, model.residual_streams, machinery.kernels),
             final_layernorm=parts.norm,
             groups=groups,
             streams=model.residual_streams,
+            kernels=machinery.kernels,
             is_first=has_embedding,
             is_last=has_loss,
         )

@@ -173,6 +173,26 @@ def norm_tile(width: int) -> Tile:
     return Tile(max(1, num_warps * _WARP * 16 // columns), columns, num_warps)
 
 
+@dataclass(frozen=True)
+class MatricesTile:
+    """Square matrices that one program of `doubly_stochastic` has in registers."""
+
+    matrices: int
+    """A power of two."""
+    side: int
+    """Rows and columns of each, a power of two; what is past the matrix's end is masked."""
+    num_warps: int
+
+
+def matrices_tile(n: int) -> MatricesTile:
+    """Tile of `doubly_stochastic`: four numbers per thread, which are a row of n = 4.
+
+    A warp alone is a program: steps wait for one another, and so matrices are spread over as many warps as they fill.
+    """
+    side = _power_of_two(n)
+    return MatricesTile(max(1, _WARP * 4 // side**2), side, 1)
+
+
 def gain_programs(num_tiles: int) -> int:
     """Programs that share tiles of rows and add up a gradient for each column: as many as fit on a GPU at a time."""
     return min(num_tiles, _GAIN_PROGRAMS)

@@ -20,7 +20,14 @@ from kernels import select
 from kernels.common.tables import row_dtype
 from kernels.gather_sum import naive
 from kernels.implementations import KernelUnavailableError, describe
-from kernels.parity import backbone_problems, loss_problems, parity_problems, selection_problems, update_problems
+from kernels.parity import (
+    backbone_problems,
+    loss_problems,
+    parity_problems,
+    selection_problems,
+    stream_problems,
+    update_problems,
+)
 from kernels.select import Kernels
 from lab.bench import retrieval
 from pretrain.errors import ConfigError, UserError
@@ -74,6 +81,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     dtypes = args.dtypes or list(_DTYPES)
     problems = [problem for dtype in dtypes for problem in parity_problems(kernels, device, _DTYPES[dtype])]
     problems += [problem for dtype in dtypes for problem in backbone_problems(kernels, device, _DTYPES[dtype])]
+    problems += [problem for dtype in dtypes for problem in stream_problems(kernels, device, _DTYPES[dtype])]
     problems += [problem for dtype in dtypes for problem in loss_problems(kernels, device, _DTYPES[dtype])]
     problems += selection_problems(kernels, device)
     problems += update_problems(kernels, device)

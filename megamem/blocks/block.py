@@ -26,9 +26,7 @@ from megamem.backbone.parts import BlockParts
 from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.inputs import Inputs
 from megamem.placement.block_plan import BlockPlan
-from megamem.residual_streams.config import ResidualStreamsConfig
-from megamem.residual_streams.make import make_site
-from megamem.residual_streams.site import OneStream, StreamSite, joined, written
+from megamem.residual_streams.site import OneStream, StreamSite
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,14 @@ class Block(MegatronModule):
         plan: BlockPlan,
         joins: tuple[bool, ...],
         groups: ProcessGroupCollection,
-        streams: ResidualStreamsConfig | None = None,
+        streams: tuple[StreamSite, StreamSite] | None = None,
     ) -> None:
         """Build it with unset weights.
 
         Args:
             layer_number: number of the block in the model, from 1.
             joins: flags of the outputs that wait before it: True for one that is added after it.
-            streams: settings of several residual streams; None: there is one.
+            streams: sites of attention and of the feed-forward, of several residual streams; None: there is one.
         """
         super().__init__(config=config)
         self.tp_group, self.layer_number, self.plan, self.joins = groups.tp, layer_number, plan, joins
@@ -93,30 +91,30 @@ class Block(MegatronModule):
         self.attention_streams: StreamSite | OneStream = OneStream()
         self.ffn_streams: StreamSite | OneStream = OneStream()
         if streams is not None:
-            first = 2 * (layer_number - 1)
-            self.attention_streams = make_site(config, streams, site_number=first)
-            self.ffn_streams = make_site(config, streams, site_number=first + 1)
+            self.attention_streams, self.ffn_streams = streams
 
     def forward(self, state: BlockState, inputs: Inputs) -> BlockState:
         """The state behind the block, with outputs that join here."""
         own = inputs.share(self.tp_group) if self.config.sequence_parallel and self.plan.memories else inputs
         hidden = state.hidden if self.entry is None else self.entry(state.hidden, own)
-        read = self.attention_streams.read(hidden, state.carried)
+        site = self.attention_streams
+        read = site.read(hidden, state.carried)
         attended = self._attended(read.update, inputs)
         if self.plan.adds_attention:
-            hidden = written(hidden, attended, read)
-            read = self.ffn_streams.read(hidden, read.carried)
+            hidden = site.written(hidden, attended, read)
+            site = self.ffn_streams
+            read = site.read(hidden, read.carried)
             normal = self.pre_mlp_layernorm(read.update)
         else:
             normal = hidden + attended if self._adds_to_attention else attended
         if self.plan.queried is not None:
             assert state.query is not None
             own = replace(own, query=state.query)
-        hidden = written(hidden, attended if self.mlp is None else self._updated(normal, own), read)
+        hidden = site.written(hidden, attended if self.mlp is None else self._updated(normal, own), read)
         waiting = []
         for output, joins in zip(state.waiting, self.joins, strict=True):
             if joins:
-                hidden = joined(hidden, output, read)
+                hidden = site.joined(hidden, output, read)
             else:
                 waiting.append(output)
         if isinstance(self.mlp, FfnWithMemory) and self.mlp.joins_later:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from kernels.select import Kernels
 from megamem.blocks.block import Block, BlockState
 from megamem.inputs import Inputs
 from megamem.residual_streams.config import ResidualStreamsConfig
@@ -45,6 +46,7 @@ class BlockStack(MegatronModule):
         final_layernorm: Callable[..., nn.Module],
         groups: ProcessGroupCollection,
         streams: ResidualStreamsConfig | None,
+        kernels: Kernels,
         is_first: bool,
         is_last: bool,
     ) -> None:
@@ -52,6 +54,7 @@ class BlockStack(MegatronModule):
         Args:
             final_layernorm: makes the last norm.
             streams: settings of several residual streams; None: there is one.
+            kernels: kernels of what is done to the streams.
             is_first: the model begins with this chunk.
             is_last: the model ends with it.
         """
@@ -59,7 +62,7 @@ class BlockStack(MegatronModule):
         self.streams, self.is_first, self.is_last = streams, is_first, is_last
         self.tp_group, self.first_recomputed = groups.tp, 0
         self.layers = nn.ModuleList(blocks)
-        self.streams_end = make_end(config, streams) if is_last and streams is not None else None
+        self.streams_end = make_end(config, streams, kernels) if is_last and streams is not None else None
         has_norm = is_last and not (streams is not None and streams.normalises)
         self.final_layernorm = (
             final_layernorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

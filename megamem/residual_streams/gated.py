@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kernels.select import Kernels
 from megamem.width_config import Width
 
 from .config import ResidualStreamsConfig
@@ -31,8 +32,10 @@ class GatedSite(StreamSite):
         inject: [n, n D].
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, site_number: int) -> None:
-        super().__init__(config, settings, site_number)
+    def __init__(
+        self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, site_number: int
+    ) -> None:
+        super().__init__(config, settings, kernels, site_number)
         self.norm, self.inject = self._vector("norm"), self._map("inject")
         self.down, self.up = self._matrix("down", Width.INPUTS), self._matrix("up", Width.OUTPUTS)
 
@@ -53,8 +56,8 @@ class GatedEnd(StreamsEnd):
         up: [n D, r].
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig) -> None:
-        super().__init__(config, settings)
+    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels) -> None:
+        super().__init__(config, settings, kernels)
         self.norm = self._vector("norm", Width.LOGITS)
         self.down, self.up = self._matrix("down", Width.INPUTS), self._matrix("up", Width.OUTPUTS)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from kernels.select import Kernels
+
 from .config import ResidualStreamsConfig
 from .gated import GatedEnd, GatedSite
 from .mhc import MhcEnd, MhcSite, SinglePassEnd
@@ -24,16 +26,18 @@ _ENDS: dict[str, type[StreamsEnd]] = {
 }
 
 
-def make_site(config: TransformerConfig, settings: ResidualStreamsConfig, *, site_number: int) -> StreamSite:
+def make_site(
+    config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, *, site_number: int
+) -> StreamSite:
     """A site, with weights that are not set.
 
     Args:
         site_number: place among the sites of the whole model: twice the block's number for attention, and one more for
             its feed-forward.
     """
-    return _SITES[settings.kind](config, settings, site_number)
+    return _SITES[settings.kind](config, settings, kernels, site_number)
 
 
-def make_end(config: TransformerConfig, settings: ResidualStreamsConfig) -> StreamsEnd:
+def make_end(config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels) -> StreamsEnd:
     """The end of a model, which makes one stream of all, with weights that are not set."""
-    return _ENDS[settings.kind](config, settings)
+    return _ENDS[settings.kind](config, settings, kernels)

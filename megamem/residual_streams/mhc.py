@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (arXiv 2512.24880) as DeepSeek V4 has them, and V4.1's single pass.
 
 With m = rho fn vec X and rho = (mean(vec X^2) + epsilon)^-1/2, whose rows are n of pre, n of post and n^2 of comb:
-pre = sigmoid(l) + eps, post = 2 sigmoid(l) and mix = Sinkhorn(l) for l = scale m + base. The paper's H_res is mix
-transposed. DeepSeek V4 casts post and mix to the streams' dtype before it mixes; here, as in V4.1, X' is rounded once.
+pre = sigmoid(l) + eps, post = 2 sigmoid(l) and mix = Sinkhorn(l), `kernels.doubly_stochastic`, for l = scale m +
+base. The paper's H_res is mix transposed. DeepSeek V4 casts post and mix to the streams' dtype before it mixes; here, as in V4.1, X' is rounded once.
 
 Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size.
 """
@@ -13,24 +13,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kernels.select import Kernels
+
 from .config import ResidualStreamsConfig
 from .operations import normal_product, weighed, wide_dtype
 from .site import Read, StreamsEnd, StreamSite
-
-
-def sinkhorn(logits: Tensor, iterations: int, epsilon: float) -> Tensor:
-    """A matrix per token that is nearly doubly stochastic: softmax over columns, then sums of columns and of rows are
-    divided out in turn, columns last. Its gradient goes through all steps.
-
-    Args:
-        logits: [..., n, n], the stream read and the stream written.
-    """
-    mix = logits.softmax(-1) + epsilon
-    mix = mix / (mix.sum(-2, keepdim=True) + epsilon)
-    for _ in range(iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + epsilon)
-        mix = mix / (mix.sum(-2, keepdim=True) + epsilon)
-    return mix
 
 
 class MhcSite(StreamSite):
@@ -42,8 +29,10 @@ class MhcSite(StreamSite):
         scale: [3], factors of pre, post and comb.
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, site_number: int) -> None:
-        super().__init__(config, settings, site_number)
+    def __init__(
+        self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, site_number: int
+    ) -> None:
+        super().__init__(config, settings, kernels, site_number)
         self.fn, self.base, self.scale = self._map("fn"), self._vector("base"), self._vector("scale")
 
     def forward(self, streams: Tensor, carried: Tensor | None) -> Read:
@@ -61,7 +50,7 @@ class MhcSite(StreamSite):
         products = normal_product(streams.flatten(2), self.fn.to(wide), self.epsilon).split(sizes, -1)
         bases, scales = self.base.to(wide).split(sizes), self.scale.to(wide)
         pre, post, comb = (torch.addcmul(bases[k], products[k], scales[k]) for k in range(3))
-        mix = sinkhorn(comb.unflatten(-1, (n, n)), self.settings.iterations, epsilon)
+        mix = self.kernels.doubly_stochastic(comb.unflatten(-1, (n, n)), self.settings.iterations, epsilon)
         return torch.sigmoid(pre) + epsilon, 2 * torch.sigmoid(post), mix
 
 
@@ -74,8 +63,8 @@ class MhcEnd(StreamsEnd):
         scale: [1].
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig) -> None:
-        super().__init__(config, settings)
+    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels) -> None:
+        super().__init__(config, settings, kernels)
         self.fn, self.base, self.scale = self._map("fn"), self._vector("base"), self._vector("scale")
 
     def forward(self, streams: Tensor, carried: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kernels.select import Kernels
+
 from .config import ResidualStreamsConfig
 from .operations import normal_product, weighed, wide_dtype
 from .site import Read, StreamsEnd, StreamSite
@@ -31,8 +33,10 @@ class PlainSite(StreamSite):
         alpha_scale, beta_scale: [1].
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, site_number: int) -> None:
-        super().__init__(config, settings, site_number)
+    def __init__(
+        self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, site_number: int
+    ) -> None:
+        super().__init__(config, settings, kernels, site_number)
         self.static_alpha, self.static_beta = self._vector("static_alpha"), self._vector("static_beta")
         if settings.dynamic:
             self.norm_gain, self.norm_bias = self._vector("norm_gain"), self._vector("norm_bias")

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from kernels.select import Kernels
 from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
 from megamem.width_config import Width
 
@@ -46,18 +47,29 @@ class OneStream:
         """See `StreamSite.read`, of one stream [t, b, D]."""
         return Read(streams, None, None, None)
 
+    def written(self, streams: Tensor, out: Tensor, read: Read) -> Tensor:
+        """See `StreamSite.written`, of one stream [t, b, D]."""
+        return streams + out
+
+    def joined(self, streams: Tensor, out: Tensor, read: Read) -> Tensor:
+        """See `StreamSite.joined`, of one stream [t, b, D]."""
+        return streams + out
+
 
 class _StreamsModule(MegatronModule):
     """Owner of maps, which are replicated over tensor-parallel ranks: each sees its own share of the sequence, so Megatron
     sums their gradients over those too.
 
     Attributes:
+        kernels: kernels of what is done to the streams.
         epsilon: added to the mean square in the norm of streams.
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, shapes: Shapes) -> None:
+    def __init__(
+        self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, shapes: Shapes
+    ) -> None:
         super().__init__(config=config)
-        self.settings, self._shapes = settings, shapes
+        self.settings, self.kernels, self._shapes = settings, kernels, shapes
         self.epsilon: float = config.layernorm_epsilon if settings.norm_epsilon is None else settings.norm_epsilon
 
     def _matrix(self, name: str, width: Width) -> nn.Parameter:
@@ -86,9 +98,11 @@ class StreamSite(_StreamsModule):
         site_number: place among the sites of the whole model, from 0.
     """
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, site_number: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels, site_number: int
+    ) -> None:
         """Allocate the weights; `megamem.initialisation` fills them, and calls `set_initial` behind it."""
-        super().__init__(config, settings, settings.site_shapes(config.hidden_size))
+        super().__init__(config, settings, kernels, settings.site_shapes(config.hidden_size))
         self.site_number = site_number
 
     @abstractmethod
@@ -106,6 +120,22 @@ class StreamSite(_StreamsModule):
         found: Read = self(streams, carried)
         return found
 
+    def written(self, streams: Tensor, out: Tensor, read: Read) -> Tensor:
+        """X'_j = post_j y + sum_i mix_ij X_i, computed in at least fp32 and rounded to the streams' dtype once.
+
+        Args:
+            streams: X [t, b, n, D] as they were read.
+            out: y [t, b, D], the branch's output.
+            read: result of `read` for these streams.
+        """
+        assert read.post is not None
+        return mixed(streams, out, read.post, read.mix)
+
+    def joined(self, streams: Tensor, out: Tensor, read: Read) -> Tensor:
+        """X_j + post_j y, rounded once, for an output y of the site that comes after its streams are written."""
+        assert read.post is not None
+        return mixed(streams, out, read.post, None)
+
     def set_initial(self) -> None:
         """Set what no distribution gives (`initial.distribution`)."""
 
@@ -113,8 +143,8 @@ class StreamSite(_StreamsModule):
 class StreamsEnd(_StreamsModule):
     """Maps that make one stream of all behind the last site."""
 
-    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig) -> None:
-        super().__init__(config, settings, settings.end_shapes(config.hidden_size))
+    def __init__(self, config: TransformerConfig, settings: ResidualStreamsConfig, kernels: Kernels) -> None:
+        super().__init__(config, settings, kernels, settings.end_shapes(config.hidden_size))
 
     @abstractmethod
     def forward(self, streams: Tensor, carried: Tensor | None) -> Tensor:
@@ -130,18 +160,3 @@ def started(hidden: Tensor, settings: ResidualStreamsConfig) -> tuple[Tensor, Te
     carried = torch.zeros(streams.shape[:3], dtype=wide_dtype(hidden.dtype), device=hidden.device)
     carried[..., 0] = 1
     return streams, carried
-
-
-def written(streams: Tensor, out: Tensor, read: Read) -> Tensor:
-    """X'_j = post_j y + sum_i mix_ij X_i, computed in at least fp32 and rounded to the streams' dtype once.
-
-    Args:
-        streams: X [t, b, n, D] as they were read; of one stream [t, b, D].
-        out: y [t, b, D], the branch's output.
-    """
-    return streams + out if read.post is None else mixed(streams, out, read.post, read.mix)
-
-
-def joined(streams: Tensor, out: Tensor, read: Read) -> Tensor:
-    """X_j + post_j y, rounded once, for an output y of the site that comes after its streams are written."""
-    return streams + out if read.post is None else mixed(streams, out, read.post, None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import backbone_problems, loss_problems, parity_problems, update_problems
+from kernels.parity import backbone_problems, loss_problems, parity_problems, stream_problems, update_problems
 from kernels.segment_accumulate.op import torch_segment_accumulate
 from kernels.select import Kernels, select_kernels
 
@@ -24,6 +24,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def test_parity(kernels: Kernels, gpu: torch.device, dtype: torch.dtype) -> None:
     assert list(parity_problems(kernels, gpu, dtype)) == []
     assert list(backbone_problems(kernels, gpu, dtype)) == []
+    assert list(stream_problems(kernels, gpu, dtype)) == []
     assert list(loss_problems(kernels, gpu, dtype)) == []
 
 

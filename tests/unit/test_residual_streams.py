@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from kernels.select import select_kernels
+from kernels.implementations import Implementation
+from kernels.select import Kernels, select_kernels
 from megamem.bank import Bank
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
@@ -31,7 +32,7 @@ from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.gated import GatedSite, gate_logits
 from megamem.residual_streams.initial import distribution
 from megamem.residual_streams.make import make_end, make_site
-from megamem.residual_streams.mhc import MhcEnd, MhcSite, sinkhorn
+from megamem.residual_streams.mhc import MhcEnd, MhcSite
 from megamem.residual_streams.operations import (
     gated_mean,
     mixed,
@@ -41,7 +42,7 @@ from megamem.residual_streams.operations import (
     wide_product,
 )
 from megamem.residual_streams.plain import PlainSite
-from megamem.residual_streams.site import Read, StreamsEnd, StreamSite, joined, started, written
+from megamem.residual_streams.site import Read, StreamsEnd, StreamSite, started
 from megamem.width_config import MupConfig, Width
 from pretrain.config.keys import ineffective_fields
 from tests.golden import TOLERANCE, attend, check, read_case, recorded_weights, relative_error, split_heads
@@ -84,6 +85,13 @@ PLAIN = {
 }
 RECORDED = {"mhc": MHC, "single_pass": MHC, "gated": GATED, "plain": PLAIN}
 KINDS = tuple(RECORDED)
+KERNELS = select_kernels("torch", device_type="cpu")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("naive", "torch", "auto")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return select_kernels(request.param, device_type="cpu")
 
 
 def megatron(hidden_size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> TransformerConfig:
@@ -121,7 +129,9 @@ def settings_of(config: Mapping[str, Any]) -> ResidualStreamsConfig:
 class Case:
     """Recorded sites and end, built with the recorded weights, and all weights that are not theirs."""
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype, kernels: Kernels
+    ) -> None:
         self.config, self.tensors, self.dtype = config, tensors, dtype
         self.settings = settings_of(config)
         # Norms of streams have their own epsilon.
@@ -132,10 +142,10 @@ class Case:
         self.sites: dict[str, StreamSite] = {}
         for block in range(config["blocks"]):
             for place, name in enumerate(config["sites"]):
-                site = make_site(self.megatron, self.settings, site_number=2 * block + place)
+                site = make_site(self.megatron, self.settings, kernels, site_number=2 * block + place)
                 self.sites[f"block{block}.{name}"] = site
                 self._load(site, f"layers.{block}.{name}_{kind}")
-        self.end: StreamsEnd = make_end(self.megatron, self.settings)
+        self.end: StreamsEnd = make_end(self.megatron, self.settings, kernels)
         if config.get("contracts") or "mid.contracted" in tensors:
             self._load(self.end, "hyper_connection_mixer" if self.settings.normalises else "hc_head")
 
@@ -182,7 +192,7 @@ class Case:
                 read = site.read(streams, carried)
                 out = branch(name, read.update)
                 found = {**weights_of(site, streams), "u": read.update, "y": out}
-                streams, carried = written(streams, out, read), read.carried
+                streams, carried = site.written(streams, out, read), read.carried
                 middle |= {f"{name}.{key}": value for key, value in found.items()}
                 middle[f"{name}.out"] = streams
         return streams, carried, middle
@@ -214,8 +224,8 @@ def weights_of(site: StreamSite, streams: Tensor) -> dict[str, Tensor]:
     raise AssertionError(site)
 
 
-def case_of(golden_dir: Path, name: str, dtype: torch.dtype) -> Case:
-    return Case(*read_case(golden_dir / "streams", name), dtype)
+def case_of(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Case:
+    return Case(*read_case(golden_dir / "streams", name), dtype, kernels)
 
 
 def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,8 +234,8 @@ def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", SITES)
-def test_sites_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype) -> None:
-    case = case_of(golden_dir, name, dtype)
+def test_sites_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> None:
+    case = case_of(golden_dir, name, dtype, kernels)
     inputs = {key: leaf(case.tensors[key], dtype) for key in ("in.streams", "in.pre") if key in case.tensors}
 
     def branch(name: str, x: Tensor) -> Tensor:
@@ -245,8 +255,8 @@ def test_sites_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", ENDS)
-def test_ends_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype) -> None:
-    case = case_of(golden_dir, name, dtype)
+def test_ends_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> None:
+    case = case_of(golden_dir, name, dtype, kernels)
     streams = leaf(case.tensors["in.streams"], dtype)
     out = case.end(streams, None)
     middle = {"block0.in": streams, "contracted": out}
@@ -282,8 +292,10 @@ def run_model(case: Case, memory: Memory | None = None) -> tuple[Tensor, dict[st
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_two_blocks_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype) -> None:
-    case = case_of(golden_dir, name, dtype)
+def test_models_of_two_blocks_compute_what_is_recorded(
+    golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    case = case_of(golden_dir, name, dtype, kernels)
     out, middle = run_model(case)
     if dtype is torch.float64:
         case.assert_recorded(middle)
@@ -399,9 +411,11 @@ class EngramOfStreams:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", MODELS_WITH_ENGRAM)
-def test_models_with_engram_compute_what_is_recorded(golden_dir: Path, name: str, dtype: torch.dtype) -> None:
+def test_models_with_engram_compute_what_is_recorded(
+    golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels
+) -> None:
     """A key, norms and a convolution per stream; the carried weights are those before the memory was added."""
-    case = case_of(golden_dir, name, dtype)
+    case = case_of(golden_dir, name, dtype, kernels)
     memory = EngramOfStreams(case)
     out, middle = run_model(case, memory)
     if dtype is torch.float64:
@@ -453,7 +467,7 @@ def everything(settings: ResidualStreamsConfig, dtype: torch.dtype, wide: bool) 
         return torch.randn(*shape, generator=generator).to(dtype).to(used)
 
     config = megatron(hidden_size, used)
-    site, end = make_site(config, settings, site_number=1), make_end(config, settings)
+    site, end = make_site(config, settings, KERNELS, site_number=1), make_end(config, settings, KERNELS)
     modules = {"site": site, "end": end}
     with torch.no_grad():
         for module in modules.values():
@@ -463,7 +477,7 @@ def everything(settings: ResidualStreamsConfig, dtype: torch.dtype, wide: bool) 
     streams, out = drawn(6, 2, n, hidden_size).requires_grad_(), drawn(6, 2, hidden_size).requires_grad_()
     carried = drawn(6, 2, n).to(torch.promote_types(used, torch.float32)).requires_grad_()
     read = site.read(streams, carried if settings.carries_read else None)
-    after = written(streams, out, read)
+    after = site.written(streams, out, read)
     last = end(after, read.carried)
     outputs = (read.update, after, last)
     torch.stack([(value * drawn(*value.shape)).sum() for value in outputs]).sum().backward()
@@ -499,7 +513,7 @@ def test_narrow_streams_are_close_to_wide_ones(kind: Any, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_keeps_no_streams_in_fp32(kind: Any) -> None:
     settings, config = ResidualStreamsConfig(kind=kind, rank=8), megatron(64, torch.bfloat16)
-    site, end = make_site(config, settings, site_number=0), make_end(config, settings)
+    site, end = make_site(config, settings, KERNELS, site_number=0), make_end(config, settings, KERNELS)
     for parameter in (*site.parameters(), *end.parameters()):
         nn.init.normal_(parameter)
     kept: list[Tensor] = []
@@ -511,7 +525,7 @@ def test_backward_keeps_no_streams_in_fp32(kind: Any) -> None:
     streams, carried = started(torch.randn(32, 2, 64, dtype=torch.bfloat16, requires_grad=True), settings)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         read = site.read(streams, carried)
-        end(written(streams, read.update, read), read.carried)
+        end(site.written(streams, read.update, read), read.carried)
     large = [tensor for tensor in kept if tensor.numel() >= streams.numel()]
     assert large
     assert {tensor.dtype for tensor in large} == {torch.bfloat16}
@@ -523,7 +537,7 @@ def made(kind: Any, dtype: torch.dtype = torch.float64, site_number: int = 0, **
     """A site and an end with initial weights of a model of 16 columns, of which random ones are 0."""
     own = ResidualStreamsConfig(kind=kind, **settings)
     config, model = megatron(16, dtype), MODEL
-    site, end = make_site(config, own, site_number=site_number), make_end(config, own)
+    site, end = make_site(config, own, KERNELS, site_number=site_number), make_end(config, own, KERNELS)
     with torch.no_grad():
         for name, parameter in (*site.named_parameters(), *end.named_parameters()):
             given = distribution(name, own, model, is_end=False)
@@ -548,7 +562,7 @@ def test_hyper_connections_begin_as_the_plain_residual(count: int, dynamic: bool
             assert carried is None
         read = site.read(streams, None)
         assert torch.equal(read.update, plain)
-        streams, plain = written(streams, plain.sin(), read), plain + plain.sin()
+        streams, plain = site.written(streams, plain.sin(), read), plain + plain.sin()
         assert torch.equal(streams, plain.unsqueeze(2).expand_as(streams))
     assert torch.equal(end(streams, None), count * plain)
 
@@ -601,7 +615,7 @@ def test_weights_of_a_read_learn_from_the_next_site_alone() -> None:
     carried = torch.rand(5, 2, n, dtype=torch.float64, requires_grad=True)
     read = site.read(streams, carried)
     first, second = torch.randn_like(read.update), torch.randn_like(read.update)
-    after = written(streams, read.update, read)
+    after = site.written(streams, read.update, read)
     (site.fn.grad,) = torch.autograd.grad((after.sum(2) * first).sum(), site.fn, retain_graph=True)
     assert site.fn.grad[:n].count_nonzero() == 0
     assert site.fn.grad[n:].count_nonzero() > 0
@@ -618,7 +632,9 @@ def test_an_output_that_joins_later_is_added_as_if_it_were_written(mixes: bool) 
     streams, out, later = (torch.randn(5, 2, *shape, generator=generator) for shape in ((4, 16), (16,), (16,)))
     mix = torch.rand(5, 2, 4, 4, generator=generator) if mixes else None
     read = Read(out, torch.rand(5, 2, 4, generator=generator), mix, None)
-    torch.testing.assert_close(joined(written(streams, out, read), later, read), written(streams, out + later, read))
+    site = make_site(megatron(16, torch.float32), ResidualStreamsConfig(), KERNELS, site_number=0)
+    after = site.joined(site.written(streams, out, read), later, read)
+    torch.testing.assert_close(after, site.written(streams, out + later, read))
     loops = torch.stack(
         [
             read.post[..., j, None] * out
@@ -627,14 +643,8 @@ def test_an_output_that_joins_later_is_added_as_if_it_were_written(mixes: bool) 
         ],
         2,
     )
-    torch.testing.assert_close(written(streams, out, read), loops)
-    assert torch.equal(joined(streams, out, read), written(streams, out, replace(read, mix=None)))
-
-
-def test_many_steps_end_doubly_stochastic() -> None:
-    mix = sinkhorn(torch.randn(3, 2, 4, 4, dtype=torch.float64), 200, 1e-12)
-    for side in (-1, -2):
-        torch.testing.assert_close(mix.sum(side), torch.ones(3, 2, 4, dtype=torch.float64))
+    torch.testing.assert_close(site.written(streams, out, read), loops)
+    assert torch.equal(site.joined(streams, out, read), site.written(streams, out, replace(read, mix=None)))
 
 
 @pytest.mark.parametrize(
@@ -643,7 +653,7 @@ def test_many_steps_end_doubly_stochastic() -> None:
 def test_plans_count_what_there_is(settings: Any) -> None:
     own = ResidualStreamsConfig(**settings)
     config = megatron(16, torch.float32)
-    site, end = make_site(config, own, site_number=0), make_end(config, own)
+    site, end = make_site(config, own, KERNELS, site_number=0), make_end(config, own, KERNELS)
     for module, shapes, number in (
         (site, own.site_shapes(16), own.num_site_parameters(16)),
         (end, own.end_shapes(16), own.num_end_parameters(16)),
@@ -740,4 +750,8 @@ def test_norms_take_the_models_epsilon_unless_they_have_their_own() -> None:
     config = megatron(16, torch.float32, epsilon=0.25)
     for own, epsilon in ((None, 0.25), (0.5, 0.5)):
         settings = ResidualStreamsConfig(norm_epsilon=own)
-        assert make_site(config, settings, site_number=0).epsilon == make_end(config, settings).epsilon == epsilon
+        assert (
+            make_site(config, settings, KERNELS, site_number=0).epsilon
+            == make_end(config, settings, KERNELS).epsilon
+            == epsilon
+        )

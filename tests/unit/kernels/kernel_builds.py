@@ -99,6 +99,20 @@ def launches_of_loss() -> list[Launch]:
     return found
 
 
+def launches_of_streams() -> list[Launch]:
+    """Launches over residual streams of published models, of the numbers of them that they have."""
+    import torch
+
+    from kernels.doubly_stochastic import triton_op as matrices
+
+    found: list[Launch] = []
+    for n in (4, 2):
+        logits = torch.empty(8192, n, n, dtype=torch.float32, device="meta")
+        found += recorded(partial(launcher(matrices._doubly_stochastic), logits, 20, 1e-6))
+        found += recorded(partial(launcher(matrices._gradient), logits, logits, 20, 1e-6))
+    return found
+
+
 def say(what: str, launch: str, found: list[str], **more: Any) -> None:
     print(json.dumps({"what": what, "launch": launch, "problems": found, **more}), flush=True)
 
@@ -111,12 +125,12 @@ def main() -> None:
         say("planted", described(launch), problems(launch, 90), wanted=wanted)
     for capability in CAPABILITIES if ALL else ():
         shipped = [*configs(PUBLISHED), *every_kernel()] if capability == 90 else every_kernel()
-        for launch in [*launches(shipped), *launches_on_rows(), *launches_of_loss()]:
+        for launch in [*launches(shipped), *launches_on_rows(), *launches_of_loss(), *launches_of_streams()]:
             say("shipped", described(launch), problems(launch, capability), capability=capability)
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
     by_name = {launch.name: launch for launch in launches(every_kernel(), num_tokens=1)}
     # The largest, which has most to hold: a loss has no number that could be a one.
-    by_name |= {launch.name: launch for launch in reversed(launches_of_loss())}
+    by_name |= {launch.name: launch for launch in reversed([*launches_of_loss(), *launches_of_streams()])}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))

@@ -51,6 +51,7 @@ def test_autograd_does_not_read_what_an_op_wrote_over() -> None:
         ("triton", "swiglu", [(5, 2, 24)]),
         ("triton", "rms_norm", [(5, 2, 24), (24,)]),
         ("triton", "rotated_heads", [(5, 2, 4, 16), (5, 2, 2, 16), (16,), (16,)]),
+        ("triton", "doubly_stochastic", [(5, 2, 3, 3)]),
         ("triton", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
         ("cpu", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
     ],
@@ -66,6 +67,7 @@ def test_functions_of_autograd_are_traced_whole(
         "swiglu": kernels.swiglu,
         "rms_norm": lambda x, gain: kernels.rms_norm(x, gain, 1e-5),
         "rotated_heads": lambda query, key, *gains: kernels.rotated_heads(query, key, TURNS, *gains, 1e-5),
+        "doubly_stochastic": lambda logits: kernels.doubly_stochastic(logits, 4, 1e-6),
         "tucker_scores": lambda scores, cores: kernels.tucker_scores(scores, cores, ENTRIES),
     }
     generator = torch.Generator().manual_seed(5)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from kernels import parity
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import backbone_problems, loss_problems, parity_problems, selection_problems, update_problems
+from kernels.parity import (
+    backbone_problems,
+    loss_problems,
+    parity_problems,
+    selection_problems,
+    stream_problems,
+    update_problems,
+)
 from kernels.select import select_kernels
 
 
@@ -37,6 +44,7 @@ def test_every_implementation_passes(
     assert list(parity_problems(kernels, "cpu", dtype)) == []
     assert list(backbone_problems(kernels, "cpu", dtype)) == []
     assert list(loss_problems(kernels, "cpu", dtype)) == []
+    assert list(stream_problems(kernels, "cpu", dtype)) == []
 
 
 def test_heads_that_turn_the_other_way_are_seen() -> None:
@@ -49,6 +57,17 @@ def test_heads_that_turn_the_other_way_are_seen() -> None:
     problems = list(backbone_problems(replace(good, rotated_heads=other_way), "cpu", torch.float32))
     assert problems
     assert all(problem.startswith("rotated_heads") for problem in problems)
+
+
+def test_matrices_that_are_turned_are_seen() -> None:
+    good = select_kernels("torch")
+
+    def turned(logits: Tensor, *rest: Any) -> Tensor:
+        return good.doubly_stochastic(logits.mT, *rest)
+
+    problems = list(stream_problems(replace(good, doubly_stochastic=turned), "cpu", torch.float32))
+    assert problems
+    assert all(problem.startswith("doubly_stochastic") for problem in problems)
 
 
 def test_a_wrong_output_is_seen() -> None:
