@@ -156,8 +156,8 @@ HEADS_SHAPES = (
     HeadsShape(s=9, b=3, n=6, g=2, d=40, r=24),
     HeadsShape(s=1, b=1, n=2, g=1, d=16, r=16),
 )
-STREAM_SHAPES = ((300, 4), (9, 3), (1, 1), (0, 2))
-"""Tokens and residual streams: as shipped, sides that are no power of two, one token, and none."""
+STREAM_SHAPES = ((70, 4, 1280), (9, 3, 77), (1, 1, 8), (0, 2, 16))
+"""Tokens, residual streams, and their columns: as shipped, sides that are no power of two, one token, and none."""
 _ROUNDINGS = 3
 """Roundings of heads by PyTorch's operations, one after the other."""
 
@@ -197,11 +197,17 @@ def stream_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
     Streams are of this dtype, and their weights in fp32.
     """
-    for num_tokens, n in STREAM_SHAPES:
+    for num_tokens, n, width in STREAM_SHAPES:
         g = torch.Generator().manual_seed(n)
-        logits = torch.randn(num_tokens, n, n, generator=g)
-        cases: dict[str, tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {"doubly_stochastic": ((logits,), (20, 1e-6))}
-        for op, (operands, rest) in cases.items():
+        streams, out = (torch.randn(num_tokens, *each, width, generator=g).to(dtype) for each in ((n,), ()))
+        post, mix = (torch.randn(num_tokens, n, *each, generator=g) for each in ((), (n,)))
+        cases: tuple[tuple[str, tuple[Tensor, ...], tuple[Any, ...]], ...] = (
+            ("doubly_stochastic", (mix,), (20, 1e-6)),
+            ("mix_streams", (streams, out, post, mix), ()),
+            ("mix_streams", (streams, out, post), (None,)),
+            ("weigh_streams", (streams, post), ()),
+        )
+        for op, operands, rest in cases:
             given = [each.to(device, copy=True).requires_grad_() for each in operands]
             wide = [each.double().requires_grad_() for each in operands]
             out, expected = getattr(kernels, op)(*given, *rest), implementation_of(op, "naive")(*wide, *rest)
@@ -210,7 +216,7 @@ def stream_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
             reference = [expected, *torch.autograd.grad(expected, wide, upstream.double())]
             for part, (ours, twins) in enumerate(zip(actual, reference, strict=True)):
                 if not (error := _relative_error(ours.detach().cpu(), twins.detach())) <= TOLERANCE[ours.dtype]:
-                    where = f"{num_tokens} tokens, {n} streams, {dtype}"
+                    where = f"{num_tokens} tokens of {n} streams of {width}, {dtype}"
                     yield f"{op} {where}: result or gradient {part} is off by {error:.1e} of its largest element"
 
 

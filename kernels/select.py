@@ -19,6 +19,7 @@ from kernels.common import cpp
 from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.doubly_stochastic.op import DoublyStochastic
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
+from kernels.mix_streams.op import MixStreams
 from kernels.product_topk.op import ProductTopk
 from kernels.rms_norm.op import RmsNorm
 from kernels.rotated_heads.op import RotatedHeads
@@ -30,6 +31,7 @@ from kernels.softmax_sums.op import SoftmaxSums
 from kernels.swiglu.op import SwiGLU
 from kernels.tucker_scores.op import TuckerScores
 from kernels.tucker_topk.op import TuckerTopk
+from kernels.weigh_streams.op import WeighStreams
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Kernels:
     rotated_heads: RotatedHeads
     rms_norm: RmsNorm
     doubly_stochastic: DoublyStochastic
+    mix_streams: MixStreams
+    weigh_streams: WeighStreams
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

@@ -17,6 +17,19 @@ def token_slices(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, num_tokens, step))
 
 
+def slices_on_cpu(x: Tensor, elements_per_token: int) -> Iterator[slice]:
+    """Slices of the tokens of x [T, ...], so that temporaries of so many elements stay in a CPU's cache. Elsewhere all tokens
+    are one slice: each is launches of its own."""
+    if x.device.type == "cpu":
+        return token_slices(len(x), elements_per_token)
+    return iter([slice(0, len(x))] if len(x) else [])
+
+
+def by_token(x: Tensor, dims: int) -> Tensor:
+    """[T, ...] of [..., ...] whose last `dims` dimensions are of one token."""
+    return x.reshape(-1, *x.shape[x.dim() - dims :])
+
+
 def own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Ids [T, J] with the first row in place of rows that others hold, and where rows are here, [T, J]."""
     own = (ids >= 0) & (ids < num_rows)

@@ -193,6 +193,48 @@ def matrices_tile(n: int) -> MatricesTile:
     return MatricesTile(max(1, _WARP * 4 // side**2), side, 1)
 
 
+@dataclass(frozen=True)
+class StreamsTile:
+    """Columns of all residual streams of a token that one program has in registers."""
+
+    columns: int
+    """A power of two; what is past the streams' end is masked."""
+    side: int
+    """Streams, a power of two, likewise."""
+    per_lane: int
+    """Columns that one load of a thread brings."""
+    num_warps: int
+
+    @property
+    def lanes(self) -> int:
+        return self.columns // self.per_lane
+
+
+def streams_tile(width: int, n: int, itemsize: int) -> StreamsTile:
+    """Tile of passes over residual streams: 16 bytes of each per thread.
+
+    Args:
+        width: D, columns of a stream.
+        n: streams.
+        itemsize: bytes of a number.
+    """
+    return _streams_tile(width, n, 16 // itemsize)
+
+
+def mixing_tile(width: int, n: int, itemsize: int) -> StreamsTile:
+    """Tile of the backward pass of `mix_streams`, where a thread has at most 32 numbers of all streams, beside n^2 sums.
+
+    Arguments as of `streams_tile`.
+    """
+    return _streams_tile(width, n, min(16 // itemsize, 32 // _power_of_two(n)))
+
+
+def _streams_tile(width: int, n: int, per_lane: int) -> StreamsTile:
+    columns = columns_of(width)
+    per_lane = max(1, min(columns, per_lane))
+    return StreamsTile(columns, _power_of_two(n), per_lane, min(16, max(1, columns // (_WARP * per_lane))))
+
+
 def gain_programs(num_tiles: int) -> int:
     """Programs that share tiles of rows and add up a gradient for each column: as many as fit on a GPU at a time."""
     return min(num_tiles, _GAIN_PROGRAMS)

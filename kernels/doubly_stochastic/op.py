@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.ops import needs_gradient
-from kernels.common.slices import token_slices
+from kernels.common.slices import by_token, slices_on_cpu
 
 
 class DoublyStochastic(Protocol):
@@ -89,9 +89,7 @@ def _parts(elements_per_matrix: int, *matrices: Tensor) -> Iterator[list[Tensor]
 
     The first ones are copies, in this order in memory; on a CPU they stay in its cache.
     """
-    flat = [each.reshape(-1, *each.shape[-2:]) for each in matrices]
-    num = len(flat[0])
-    whole = [slice(0, num)] if num else []
-    for part in token_slices(num, elements_per_matrix) if matrices[0].device.type == "cpu" else whole:
+    flat = [by_token(each, 2) for each in matrices]
+    for part in slices_on_cpu(flat[0], elements_per_matrix):
         turned = [each[part].permute(1, 2, 0) for each in flat]
         yield [*(each.contiguous() for each in turned[:-1]), turned[-1]]

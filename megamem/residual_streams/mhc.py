@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.select import Kernels
 
 from .config import ResidualStreamsConfig
-from .operations import normal_product, weighed, wide_dtype
+from .operations import normal_product, wide_dtype
 from .site import Read, StreamsEnd, StreamSite
 
 
@@ -39,9 +39,9 @@ class MhcSite(StreamSite):
         """See `StreamSite.read`."""
         pre, post, mix = self.maps(streams)
         if not self.settings.carries_read:
-            return Read(weighed(streams, pre), post, mix, None)
+            return Read(self.kernels.weigh_streams(streams, pre), post, mix, None)
         assert carried is not None
-        return Read(weighed(streams, carried), post, mix, pre)
+        return Read(self.kernels.weigh_streams(streams, carried), post, mix, pre)
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights pre [t, b, n], post [t, b, n] and mix [t, b, n, n], in at least fp32."""
@@ -69,7 +69,7 @@ class MhcEnd(StreamsEnd):
 
     def forward(self, streams: Tensor, carried: Tensor | None) -> Tensor:
         """See `StreamsEnd.forward`."""
-        return weighed(streams, self.weights(streams))
+        return self.kernels.weigh_streams(streams, self.weights(streams))
 
     def weights(self, streams: Tensor) -> Tensor:
         """Weights [t, b, n] of the streams, in at least fp32."""
@@ -85,4 +85,4 @@ class SinglePassEnd(StreamsEnd):
     def forward(self, streams: Tensor, carried: Tensor | None) -> Tensor:
         """See `StreamsEnd.forward`."""
         assert carried is not None
-        return weighed(streams, carried)
+        return self.kernels.weigh_streams(streams, carried)

@@ -1,10 +1,10 @@
-"""Operations on streams, computed in at least fp32, with their gradients.
+"""Operations on streams that are not among the kernels, computed in at least fp32, with their gradients.
 
 Backward keeps streams in their own dtype. Left to autograd, every operation would keep a copy of them in fp32, which in
 bf16 is twice the streams themselves.
 
-Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size, K columns, M outputs. i is the
-stream that is read, j the one that is written.
+Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size, K columns, M outputs. i is a
+stream.
 """
 
 from __future__ import annotations
@@ -20,81 +20,6 @@ from torch.autograd.function import once_differentiable
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which maps are computed: fp32, or that of the streams if it has more digits."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def weighed(streams: Tensor, weights: Tensor) -> Tensor:
-    """u = sum_i w_i X_i, [t, b, D], rounded to the streams' dtype once.
-
-    Args:
-        streams: X [t, b, n, D].
-        weights: w [t, b, n].
-    """
-    out: Tensor = _Weighed.apply(streams, weights)
-    return out
-
-
-class _Weighed(torch.autograd.Function):
-    """dX_i = w_i du and dw_i = <X_i, du>."""
-
-    @staticmethod
-    def forward(ctx: Any, streams: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(streams, weights)
-        wide = wide_dtype(streams.dtype)
-        return (weights.to(wide).unsqueeze(-2) @ streams.to(wide)).squeeze(-2).to(streams.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        streams, weights = ctx.saved_tensors
-        wide = wide_dtype(streams.dtype)
-        grad, of_streams, of_weights = grads[0].to(wide), None, None
-        if ctx.needs_input_grad[0]:
-            of_streams = (weights.to(wide).unsqueeze(-1) * grad.unsqueeze(-2)).to(streams.dtype)
-        if ctx.needs_input_grad[1]:
-            of_weights = (streams.to(wide) @ grad.unsqueeze(-1)).squeeze(-1).to(weights.dtype)
-        return of_streams, of_weights
-
-
-def mixed(streams: Tensor, out: Tensor, post: Tensor, mix: Tensor | None) -> Tensor:
-    """X'_j = post_j y + sum_i mix_ij X_i, rounded to the streams' dtype once.
-
-    Args:
-        streams: X [t, b, n, D].
-        out: y [t, b, D].
-        post: [t, b, n].
-        mix: [t, b, n, n], the stream read and the stream written; None: the identity.
-    """
-    result: Tensor = _Mixed.apply(streams, out, post, mix)
-    return result
-
-
-class _Mixed(torch.autograd.Function):
-    """dX_i = sum_j mix_ij G_j, dy = sum_j post_j G_j, dpost_j = <y, G_j> and dmix_ij = <X_i, G_j>, with G = dX'."""
-
-    @staticmethod
-    def forward(ctx: Any, streams: Tensor, out: Tensor, post: Tensor, mix: Tensor | None) -> Tensor:
-        # Without mixing backward has no use for the streams.
-        ctx.save_for_backward(None if mix is None else streams, out, post, mix)
-        wide = wide_dtype(streams.dtype)
-        stayed = streams.to(wide) if mix is None else mix.to(wide).transpose(-1, -2) @ streams.to(wide)
-        return torch.addcmul(stayed, post.to(wide).unsqueeze(-1), out.to(wide).unsqueeze(-2)).to(streams.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        streams, out, post, mix = ctx.saved_tensors
-        wide = wide_dtype(grads[0].dtype)
-        grad = grads[0].to(wide)
-        of_streams = of_out = of_post = of_mix = None
-        if ctx.needs_input_grad[0]:
-            of_streams = (grad if mix is None else mix.to(wide) @ grad).to(grads[0].dtype)
-        if ctx.needs_input_grad[1]:
-            of_out = (post.to(wide).unsqueeze(-2) @ grad).squeeze(-2).to(out.dtype)
-        if ctx.needs_input_grad[2]:
-            of_post = (grad @ out.to(wide).unsqueeze(-1)).squeeze(-1).to(post.dtype)
-        if ctx.needs_input_grad[3]:
-            of_mix = (streams.to(wide) @ grad.transpose(-1, -2)).to(mix.dtype)
-        return of_streams, of_out, of_post, of_mix
 
 
 def normal_product(x: Tensor, weight: Tensor, epsilon: float, *, centred: bool = False) -> Tensor:

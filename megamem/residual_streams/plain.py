@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.select import Kernels
 
 from .config import ResidualStreamsConfig
-from .operations import normal_product, weighed, wide_dtype
+from .operations import normal_product, wide_dtype
 from .site import Read, StreamsEnd, StreamSite
 
 
@@ -46,7 +46,7 @@ class PlainSite(StreamSite):
     def forward(self, streams: Tensor, carried: Tensor | None) -> Read:
         """See `StreamSite.read`."""
         alpha, beta = self.maps(streams)
-        return Read(weighed(streams, alpha[..., 0]), beta, alpha[..., 1:], None)
+        return Read(self.kernels.weigh_streams(streams, alpha[..., 0]), beta, alpha[..., 1:], None)
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """A [t, b, n, n + 1] and beta [t, b, n], in at least fp32."""

@@ -19,7 +19,7 @@ from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parame
 from megamem.width_config import Width
 
 from .config import ResidualStreamsConfig, Shapes
-from .operations import mixed, wide_dtype
+from .operations import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ class StreamSite(_StreamsModule):
             read: result of `read` for these streams.
         """
         assert read.post is not None
-        return mixed(streams, out, read.post, read.mix)
+        return self.kernels.mix_streams(streams, out, read.post, read.mix)
 
     def joined(self, streams: Tensor, out: Tensor, read: Read) -> Tensor:
         """X_j + post_j y, rounded once, for an output y of the site that comes after its streams are written."""
         assert read.post is not None
-        return mixed(streams, out, read.post, None)
+        return self.kernels.mix_streams(streams, out, read.post, None)
 
     def set_initial(self) -> None:
         """Set what no distribution gives (`initial.distribution`)."""

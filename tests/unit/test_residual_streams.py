@@ -35,10 +35,8 @@ from megamem.residual_streams.make import make_end, make_site
 from megamem.residual_streams.mhc import MhcEnd, MhcSite
 from megamem.residual_streams.operations import (
     gated_mean,
-    mixed,
     normal_product,
     stream_norm,
-    weighed,
     wide_product,
 )
 from megamem.residual_streams.plain import PlainSite
@@ -435,19 +433,13 @@ def test_every_recorded_case_is_tested(golden_dir: Path) -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_gradients_of_operations_are_those_of_differences(centred: bool) -> None:
-    """Without a part of the inputs' gradients, too, and with an identity in the place of a mix."""
+    """Without a part of the inputs' gradients, too."""
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    streams, weights, out, mix = drawn(3, 2, 4, 5), drawn(3, 2, 4), drawn(3, 2, 5), drawn(3, 2, 4, 4)
-    assert torch.autograd.gradcheck(weighed, (streams, weights))
-    assert torch.autograd.gradcheck(weighed, (streams.detach(), weights))
-    assert torch.autograd.gradcheck(weighed, (streams, weights.detach()))
-    assert torch.autograd.gradcheck(mixed, (streams, out, weights, mix))
-    assert torch.autograd.gradcheck(mixed, (streams, out, weights, None))
-    assert torch.autograd.gradcheck(mixed, (streams.detach(), out, weights.detach(), mix))
+    streams = drawn(3, 2, 4, 5)
     assert torch.autograd.gradcheck(stream_norm, (streams, drawn(4, 5), 0.1))
     assert torch.autograd.gradcheck(stream_norm, (streams.detach(), drawn(4, 5), 0.1))
     assert torch.autograd.gradcheck(gated_mean, (streams, drawn(3, 2, 4, 5)))
@@ -591,7 +583,7 @@ def test_streams_are_averaged_where_maps_are_zero(kind: Any) -> None:
     else:
         assert torch.equal(read.update, hidden)
         assert torch.equal(read.carried, pre)
-        torch.testing.assert_close(end(streams, read.carried), weighed(streams, pre))
+        torch.testing.assert_close(end(streams, read.carried), KERNELS.weigh_streams(streams, pre))
 
 
 def test_gates_are_half_open_where_maps_are_zero() -> None:
@@ -620,7 +612,9 @@ def test_weights_of_a_read_learn_from_the_next_site_alone() -> None:
     assert site.fn.grad[:n].count_nonzero() == 0
     assert site.fn.grad[n:].count_nonzero() > 0
     assert read.carried is not None
-    (of_next,) = torch.autograd.grad((weighed(after, read.carried) * second).sum(), site.fn, retain_graph=True)
+    (of_next,) = torch.autograd.grad(
+        (KERNELS.weigh_streams(after, read.carried) * second).sum(), site.fn, retain_graph=True
+    )
     assert of_next[:n].count_nonzero() > 0
     (of_carried,) = torch.autograd.grad((read.update * first).sum(), carried)
     torch.testing.assert_close(of_carried, (streams * first.unsqueeze(2)).sum(-1))

@@ -104,12 +104,29 @@ def launches_of_streams() -> list[Launch]:
     import torch
 
     from kernels.doubly_stochastic import triton_op as matrices
+    from kernels.mix_streams import triton_op as mixing
+    from kernels.weigh_streams import triton_op as weighing
 
     found: list[Launch] = []
     for n in (4, 2):
         logits = torch.empty(8192, n, n, dtype=torch.float32, device="meta")
         found += recorded(partial(launcher(matrices._doubly_stochastic), logits, 20, 1e-6))
         found += recorded(partial(launcher(matrices._gradient), logits, logits, 20, 1e-6))
+    for n, width, dtype in (
+        (4, 4096, torch.bfloat16),
+        (4, 2560, torch.float32),
+        (2, 2048, torch.bfloat16),
+        (8, 5120, torch.bfloat16),
+        (3, 1000, torch.bfloat16),
+    ):
+        streams, post = torch.empty(8192, n, width, dtype=dtype, device="meta"), torch.empty(8192, n, device="meta")
+        out, mix = torch.empty(8192, width, dtype=dtype, device="meta"), torch.empty(8192, n, n, device="meta")
+        for given in (mix, None):
+            found += recorded(partial(launcher(mixing._mix_streams), streams, out, post, given))
+            kept = None if given is None else streams
+            found += recorded(partial(launcher(mixing._gradients), streams, kept, out, post, given))
+        found += recorded(partial(launcher(weighing._weigh_streams), streams, post))
+        found += recorded(partial(launcher(weighing._gradients), out, streams, post))
     return found
 
 

@@ -52,6 +52,8 @@ def test_autograd_does_not_read_what_an_op_wrote_over() -> None:
         ("triton", "rms_norm", [(5, 2, 24), (24,)]),
         ("triton", "rotated_heads", [(5, 2, 4, 16), (5, 2, 2, 16), (16,), (16,)]),
         ("triton", "doubly_stochastic", [(5, 2, 3, 3)]),
+        ("triton", "mix_streams", [(5, 3, 24), (5, 24), (5, 3), (5, 3, 3)]),
+        ("triton", "weigh_streams", [(5, 3, 24), (5, 3)]),
         ("triton", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
         ("cpu", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
     ],
@@ -68,6 +70,8 @@ def test_functions_of_autograd_are_traced_whole(
         "rms_norm": lambda x, gain: kernels.rms_norm(x, gain, 1e-5),
         "rotated_heads": lambda query, key, *gains: kernels.rotated_heads(query, key, TURNS, *gains, 1e-5),
         "doubly_stochastic": lambda logits: kernels.doubly_stochastic(logits, 4, 1e-6),
+        "mix_streams": lambda *operands: kernels.mix_streams(*operands),
+        "weigh_streams": lambda streams, weights: kernels.weigh_streams(streams, weights),
         "tucker_scores": lambda scores, cores: kernels.tucker_scores(scores, cores, ENTRIES),
     }
     generator = torch.Generator().manual_seed(5)
