@@ -260,6 +260,7 @@ STREAMS["streams, recomputed"] = replace(
     parallel=INTERLEAVED.parallel,
     train=replace(INTERLEAVED.train, recompute="full"),
 )
+STREAMS["streams, plain, recomputed"] = replace(STREAMS["streams, recomputed"], model=STREAMS["streams, plain"].model)
 STREAMS["streams, looking back"] = replace(
     LOOKING_BACK, model=replace(LOOKING_BACK.model, residual_streams=ResidualStreamsConfig())
 )
@@ -323,6 +324,17 @@ LAUNCHED = {
     "mixture": OF_EXPERTS,
     "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
 }
+LAUNCHED_STREAMS = {
+    kind: replace(
+        LAUNCHED["dense"],
+        model=replace(LAUNCHED["dense"].model, residual_streams=ResidualStreamsConfig(kind=kind, rank=32)),
+    )
+    for kind in ("mhc", "single_pass", "gated", "plain")
+}
+LAUNCHED_STREAMS["static"] = replace(
+    LAUNCHED["dense"],
+    model=replace(LAUNCHED["dense"].model, residual_streams=ResidualStreamsConfig(kind="plain", dynamic=False)),
+)
 ACROSS_RANKS = {
     (way, size): replace(
         LAUNCHED["dense"],
@@ -378,6 +390,8 @@ class Reports(dict[str, list[Any]]):
                 with patch("parallel.layout.MEETING_RANKS", 8):
                     meeting = launches_of_block(LAUNCHED["memory by rows and columns"], 8)
                 return [meeting, *(launches_of_block(config, 8) for config in LAUNCHED.values()), *across]
+            if name == "launches of streams":
+                return [launches_of_block(config, 8) for config in LAUNCHED_STREAMS.values()]
             if name == "real":
                 # Beside ranks on the CPU.
                 return of_all_stages(REAL, 2, as_gpu=False)

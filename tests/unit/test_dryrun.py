@@ -22,6 +22,8 @@ from pretrain.planning.costs.launches import (
     LAUNCHES_MEMORY,
     LAUNCHES_MIXTURE,
     LAUNCHES_ROW_PARTS,
+    LAUNCHES_SITES,
+    LAUNCHES_STATIC_SITES,
     launches_across_ranks,
 )
 from pretrain.planning.costs.memory import stage_bytes
@@ -38,6 +40,7 @@ from tests.unit.dry_runs import (
     COPIES_OF_ROWS,
     CUT,
     IN_FILES,
+    LAUNCHED_STREAMS,
     MEMORY,
     MIXTURE,
     PARTLY_IN_FILES,
@@ -348,6 +351,13 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
         assert 2 * mixture - larger - dense == pytest.approx(LAUNCHES_MIXTURE[way], rel=0.05)
         for config, counted in zip(ACROSS_RANKS.values(), across, strict=True):
             assert counted - dense == launches_across_ranks(config, way)
+
+
+def test_sites_of_streams_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
+    for kind, counted in zip(LAUNCHED_STREAMS, reports["launches of streams"], strict=True):
+        for way in (0, 1):
+            of_sites = LAUNCHES_STATIC_SITES if kind == "static" else LAUNCHES_SITES[kind]
+            assert counted[way] - LAUNCHES_DENSE[way] == pytest.approx(of_sites[way], rel=0.05)
 
 
 def allocations_of_a_real_step() -> tuple[int, int]:

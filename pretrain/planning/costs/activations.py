@@ -21,7 +21,7 @@ from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_read_rows
-from pretrain.planning.costs.residual_streams import end_kept, state_bytes
+from pretrain.planning.costs.residual_streams import end_kept, received_bytes, state_bytes
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
@@ -71,6 +71,9 @@ def activations(
             # One core's forward pass again, with its outputs, for its backward pass.
             outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
             block = {MemoryPart.ATTENTION: core_kept(config, tokens) + outputs}
+    num_receiving = sum(not chunk.has_embedding for chunk in stage.chunks)
+    received = flights * num_receiving / len(stage.chunks) * tokens * received_bytes(model, element)
+    waiting = merged(waiting, {MemoryPart.RESIDUAL: received})
     waiting = merged(waiting, {MemoryPart.LOSS: kept_around_branch(config, stage.branch_blocks, tokens)})
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:

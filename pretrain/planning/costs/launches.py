@@ -33,6 +33,10 @@ LAUNCHES_RING = (3, 1)
 """Kernels that a ring adds to a block, beside those of its steps: keys and values side by side, and where sums begin."""
 LAUNCHES_RING_STEP = (LAUNCHES_TILE[0], LAUNCHES_TILE[1] + 2)
 """Kernels of a ring's step: of one tile, and in backward where its gradients begin, and their sum with those that come."""
+LAUNCHES_SITES = {"mhc": (38, 98), "single_pass": (38, 98), "gated": (48, 78), "plain": (54, 122)}
+"""Kernels that the two sites of several residual streams add to a block, forward and backward, by the kind of streams."""
+LAUNCHES_STATIC_SITES = (12, 28)
+"""Kernels of sites whose weights do not follow the streams."""
 _GATHERED_TILES = 4
 """Tiles of a rank's two slices: each with the keys before it, but for the sequence's first, and with its own."""
 KERNELS_PER_LAUNCH = 1.25
@@ -62,8 +66,18 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // layout.memory * LAUNCHES_EXPERT[way]
     share = blocks.memories / max(1, stage.blocks.memories)
-    of_blocks = blocks.num * (LAUNCHES_DENSE[way] + launches_across_ranks(config, way))
+    of_blocks = blocks.num * (
+        LAUNCHES_DENSE[way] + launches_across_ranks(config, way) + _launches_of_sites(config, way)
+    )
     return of_blocks + blocks.ffns * of_experts + share * memories
+
+
+def _launches_of_sites(config: RunConfig, way: int) -> int:
+    streams = config.model.residual_streams
+    if streams is None:
+        return 0
+    has_maps = streams.kind != "plain" or streams.dynamic
+    return LAUNCHES_SITES[streams.kind][way] if has_maps else LAUNCHES_STATIC_SITES[way]
 
 
 def launches_across_ranks(config: RunConfig, way: int) -> int:

@@ -122,11 +122,18 @@ def end_kept(model: ModelConfig, element: int) -> float:
             return 0.0
 
 
-def sites_passing(model: ModelConfig, element: int) -> float:
-    """Bytes per token that a site adds at its largest moment of backward: gradients of streams, which the maps' product has
-    in fp32, too, and a gate thrice."""
+def sites_passing(model: ModelConfig, element: int, *, recomputed: bool) -> float:
+    """Bytes per token that a site adds at its largest moment of backward: gradients of streams, which maps' products have in
+    fp32, too, twice, and a gate thrice. Without recomputation those of plain streams meet less that is kept."""
     streams = model.residual_streams
     if streams is None:
         return 0.0
-    num_wide = 3 if streams.kind == "gated" else 2
+    num_wide = {"mhc": 2, "single_pass": 2, "gated": 3, "plain": (1 + recomputed) * streams.dynamic}[streams.kind]
     return float(streams.count * model.hidden_size * (2 * element + num_wide * _WIDE))
+
+
+def received_bytes(model: ModelConfig, element: int) -> int:
+    """Bytes per token of a message that stays beside the streams that were copied out of it: with weights that travel, their
+    columns part the streams."""
+    streams = model.residual_streams
+    return state_bytes(model, element) if streams is not None and streams.carries_read else 0
