@@ -27,6 +27,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.data.tokenizer import ByteTokenizer
 
 VOCAB_SIZE = ByteTokenizer.vocab_size
@@ -51,6 +52,10 @@ MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
 TOKEN_MAP = "to_50_ids.npy"
 BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
 LATENT = replace(BASE, num_query_groups=None, latent_attention=LatentAttentionConfig(12, 4))
+MHC = ResidualStreamsConfig(count=3, iterations=4)
+SINGLE_PASS = ResidualStreamsConfig(kind="single_pass", iterations=4, epsilon=1e-3)
+GATED = ResidualStreamsConfig(kind="gated", count=2, rank=12)
+PLAIN = ResidualStreamsConfig(kind="plain", count=3)
 MODELS: dict[str, ModelConfig] = {
     "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
     "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
@@ -349,4 +354,68 @@ MODELS: dict[str, ModelConfig] = {
         memory=LaveConfig(value_dim=12, num_gate_heads=2, gated_standard_path=True),
     ),
     "pkm, inserted, over latents": replace(LATENT, memory=PkmConfig(value_dim=HIDDEN, placement=INSERTED, **GRID)),
+    "streams, mhc, dense": replace(BASE, residual_streams=MHC, qk_norm=False, tied_embeddings=False),
+    "streams, mhc, engram": replace(
+        BASE,
+        residual_streams=replace(MHC, norm_epsilon=0.02),
+        memory=EngramConfig(**NGRAMS, placement=PlacementConfig(blocks=(1, 3))),
+    ),
+    "streams, single pass, learned keys that join later": replace(
+        BASE,
+        residual_streams=SINGLE_PASS,
+        memory=UltraMemConfig(
+            num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2/1:1/2:3")
+        ),
+    ),
+    "streams, single pass, ngram embedding, experts": replace(
+        BASE,
+        residual_streams=SINGLE_PASS,
+        moe=MOE,
+        memory=NgramEmbeddingConfig(
+            value_dim=6, amplification="layer_norm", address=NgramAddressConfig(max_order=3, num_rows=40)
+        ),
+    ),
+    "streams, single pass, engram before all, and move": replace(
+        BASE,
+        vocab_size=None,
+        residual_streams=SINGLE_PASS,
+        memory=EngramConfig(**NGRAMS, conv_kernel=0, placement=PlacementConfig(blocks=(0, 2))),
+        second_memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
+    ),
+    "streams, gated, ple": replace(
+        BASE,
+        residual_streams=GATED,
+        memory=EngramConfig(
+            rules="ple", **NGRAMS, max_order=4, conv_kernel=2, projection_biases=False, query_epsilon=0.01
+        ),
+    ),
+    "streams, gated, residual n-grams, experts": replace(
+        BASE,
+        residual_streams=GATED,
+        moe=MOE,
+        memory=ResidualNgramsConfig(
+            value_dim=HIDDEN // 2,
+            address=NgramAddressConfig(rules="xor", max_order=3, num_rows=41, signs="hashed", num_sign_patterns=19),
+            placement=PlacementConfig(blocks=(1, 3)),
+        ),
+    ),
+    "streams, gated, learned keys, query group": replace(
+        BASE, residual_streams=GATED, memory=replace(V2, placement=PlacementConfig(query_group=2))
+    ),
+    "streams, plain, query group": replace(
+        BASE, residual_streams=PLAIN, memory=replace(V2, placement=PlacementConfig(query_group=2))
+    ),
+    "streams, plain, latents, mixed values": replace(
+        LATENT, residual_streams=PLAIN, memory=MoveConfig(value_dim=12, num_gate_heads=3, mixed_into="latents")
+    ),
+    "streams, static, instead of feed-forwards": replace(
+        BASE,
+        residual_streams=ResidualStreamsConfig(kind="plain", count=2, dynamic=False),
+        memory=replace(V2, placement=PlacementConfig(blocks=(1, 3), position="instead")),
+    ),
+    "streams, one of them, stem": replace(
+        BASE,
+        residual_streams=replace(MHC, count=1),
+        memory=StemConfig(value_dim=20, placement=PlacementConfig(blocks=(1, 3))),
+    ),
 }

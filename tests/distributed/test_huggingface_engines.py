@@ -24,9 +24,15 @@ STREAM_AND_HEADS = "midus, stream and heads, LayerNorm before attention and of q
 MIXED_VALUES = ["move", "lave, every second, a gate per token, more rows"]
 BY_TOKENS = ["move over latents", "tide", "stem", "mome"]
 TWO = "v2 with one stream and lave, beside experts"
-SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS]
+STREAMS = [
+    "streams, single pass, learned keys that join later",
+    "streams, gated, learned keys, query group",
+    "streams, plain, query group",
+]
+SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS, *STREAMS]
 NAN, NOBODYS = float("nan"), torch.tensor([-1])
-BY_NGRAMS = ["engram", "engram and move", "ple", "residual n-grams"]
+STREAMS_BY_NGRAMS = ["streams, mhc, engram", "streams, gated, ple", "streams, single pass, ngram embedding, experts"]
+BY_NGRAMS = ["engram", "engram and move", "ple", "residual n-grams", *STREAMS_BY_NGRAMS]
 NAMES = [*SERVED, *MIXED_VALUES, *BY_NGRAMS, STREAM_AND_HEADS]
 
 
@@ -290,7 +296,8 @@ def test_sglangs_fallback_has_what_it_reads(exported: Any, monkeypatch: pytest.M
     assert set(plan.values()) == {"colwise", "rowwise"}
     assert all(any(re.match(pattern, key) for pattern in plan) for key in linears)
     norms = [(key, module) for key, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
-    assert len(norms) > 2 * len(model.layers)
+    # Gated residual streams leave those of queries and keys alone.
+    assert len(norms) > len(model.layers)
     for key, module in norms:
         model.set_submodule(key, SglangNorm(module))
     model.set_input_embeddings(nn.Embedding(config.vocab_size, config.hidden_size, device="meta"))

@@ -37,7 +37,17 @@ pytestmark = pytest.mark.usefixtures("remote_code_cache")
 GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
 BY_TOKENS = ["move over latents", "tide", "stem", "mome", "residual n-grams"]
 TWO = "v2 with one stream and lave, beside experts"
-SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", TWO, *GROWN, *BY_TOKENS]
+# Of several residual streams one of each kind; two of them look back.
+STREAMS = [
+    "streams, mhc, engram",
+    "streams, gated, ple",
+    "streams, single pass, learned keys that join later",
+    "streams, plain, query group",
+]
+SAVED = [
+    *("v2", "v2, permutation, no pre-values", "peer", "moe", "engram beside experts", "ple", TWO),
+    *("streams, static, instead of feed-forwards", *STREAMS, *GROWN, *BY_TOKENS),
+]
 TRAINED = [
     "v2",
     "ultramem, skipping and overlapping",
@@ -49,6 +59,7 @@ TRAINED = [
     TWO,
     *GROWN,
     *BY_TOKENS,
+    *STREAMS,
 ]
 OWN = [name for name in MODELS if not name.startswith("dense")]
 
@@ -90,7 +101,7 @@ def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
         torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "engram and move", "ple", *BY_TOKENS])
+@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "engram and move", "ple", *BY_TOKENS, *STREAMS])
 def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
     model = load(exported(name)[0])
     tokens, num_new = some_tokens(2, 9), 6
@@ -111,7 +122,7 @@ def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any,
         assert [row[-num_new:].tolist() for row in out] == [row.tolist() for row in alone], options
 
 
-@pytest.mark.parametrize("name", ["v2", "engram", "ple"])
+@pytest.mark.parametrize("name", ["v2", "engram", "ple", *STREAMS[:2]])
 def test_padding_is_seen_by_nobody(exported: Any, name: str) -> None:
     folder, expected = exported(name)
     padded = torch.cat((torch.zeros(3, 4, dtype=torch.int64), some_tokens()), 1)
@@ -310,8 +321,9 @@ def test_a_folder_that_transformers_saved_is_the_same_model(exported: Any, tmp_p
         assert torch.equal(after.tensors.read(info.whole(key)), before.tensors.read(info.whole(key)))
 
 
-def test_in_bf16_what_selects_stays_in_fp32(exported: Any) -> None:
-    folder, expected = exported("v2")
+@pytest.mark.parametrize("name", ["v2", "streams, plain, query group"])
+def test_in_bf16_what_selects_stays_in_fp32(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
     model = load(folder, dtype=torch.bfloat16)
     dtypes = {key.rsplit(".", 1)[-1]: value.dtype for key, value in model.state_dict().items()}
     assert dtypes.pop("u") == dtypes.pop("v") == torch.float32
@@ -421,7 +433,7 @@ def test_the_inner_model_is_loaded_alone(exported: Any, name: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "engram", "ple"])
+@pytest.mark.parametrize("name", ["v2", "engram", "ple", *STREAMS[:2]])
 def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any, name: str) -> None:
     folder, expected = exported(name)
     tokens = some_tokens()
@@ -479,6 +491,7 @@ PLACED = [
     "engram and move",
     TWO,
     *BY_TOKENS,
+    *STREAMS,
 ]
 
 
@@ -499,6 +512,7 @@ def test_accelerate_may_leave_weights_on_disk(exported: Any, tmp_path: Path, nam
     blocks = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(MODELS[name].num_layers)}
     places = {"model.embed_tokens": "cpu", "model.norm": "disk", "lm_head": "cpu", "model.banks": "disk", **blocks}
     places |= {"model.shared_read": "disk"} if name == "tide" else {}
+    places |= {"model.streams_end": "disk"} if MODELS[name].residual_streams is not None else {}
     model = load(folder, device_map=places, offload_folder=str(tmp_path))
     assert {weight.device.type for weight in model.parameters()} == {"cpu", "meta"}
     with torch.no_grad():

@@ -16,7 +16,21 @@ from typing import Any
 import pytest
 import torch
 from exported import copy_small_files, export, in_fewer_bits, write_safetensors
-from huggingface_models import BASE, GRID, HEADS, INSERTED, LINEAR, MOE, NGRAMS, V2, VOCAB_SIZE
+from huggingface_models import (
+    BASE,
+    GATED,
+    GRID,
+    HEADS,
+    INSERTED,
+    LINEAR,
+    MHC,
+    MOE,
+    NGRAMS,
+    PLAIN,
+    SINGLE_PASS,
+    V2,
+    VOCAB_SIZE,
+)
 from safetensors.torch import save_file
 from tiny_runs import SHARED, build_chunks, chunk_of, joined
 from torch import Tensor
@@ -148,6 +162,20 @@ MODELS: dict[str, ModelConfig] = {
         memory=MoveConfig(value_dim=24, num_gate_heads=3, mixed_into="latents"),
     ),
     "biases": replace(SERVED, qk_norm=False, qkv_bias=True, memory=replace(V2, sharing=SharingConfig("block", 2))),
+    "streams, mhc, engram": replace(
+        SERVED,
+        residual_streams=MHC,
+        memory=EngramConfig(**NGRAMS, conv_kernel=3, placement=PlacementConfig(blocks=(0, 2))),
+    ),
+    "streams, single pass, learned keys that join later": replace(
+        SERVED, residual_streams=SINGLE_PASS, memory=SKIPPING
+    ),
+    "streams, gated, residual n-grams": replace(
+        SERVED,
+        residual_streams=GATED,
+        memory=ResidualNgramsConfig(value_dim=SERVED.hidden_size // 2, address=NgramAddressConfig(num_rows=60)),
+    ),
+    "streams, plain, latents": replace(LATENT, residual_streams=PLAIN),
 }
 # Made of exported folders: with tables in fewer bits, and with an adapter for linear layers. What their weights are then
 # comes in again, and says what the engine has to say.
@@ -175,6 +203,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "tide, chunks and prefixes": ("tide", CHUNKED),
     "engram, chunks and prefixes": ("engram", CHUNKED),
     "lave by n-grams, chunks and prefixes": ("lave by n-grams", CHUNKED),
+    "streams, mhc, engram, chunks and prefixes": ("streams, mhc, engram", CHUNKED),
     **{
         f"{name}, tensor parallelism": (name, {**SHORT_BLOCKS, "tensor_parallel_size": 2})
         for name in (
@@ -186,6 +215,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
             "value n-grams in one head",
             "mome",
             "mome by n-grams, routed by values",
+            "streams, single pass, learned keys that join later",
+            "streams, gated, residual n-grams",
         )
     },
     "v2, tables in their files": ("v2", {**CHUNKED, "hf_overrides": MAPPED}),

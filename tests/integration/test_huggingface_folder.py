@@ -80,7 +80,9 @@ def test_a_folder_has_what_it_needs(folder: Path) -> None:
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"),
         *(
             f"{part}_megamem.py"
-            for part in ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
+            for part in (
+                *("attention", "configuration", "memory", "modeling", "ngrams", "pages", "streams", "token_tables"),
+            )
         ),
         "model.safetensors.index.json",
     }

@@ -20,6 +20,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.slots import INSTEAD
 from megamem.placement.spans import PlacementConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
@@ -52,6 +53,19 @@ MODELS = {
     "moe": replace(BASE, moe=MoEConfig(num_experts=3, top_k=2, expert_ffn_hidden_size=12)),
     "memory": replace(BASE, memory=replace(MEMORY, sharing=SharingConfig("all"))),
     "memory instead": replace(BASE, memory=replace(MEMORY, placement=PlacementConfig(blocks=(1,), position="instead"))),
+    "streams, mhc": replace(BASE, residual_streams=ResidualStreamsConfig(count=2)),
+    "streams, gated, memory": replace(
+        BASE, memory=MEMORY, residual_streams=ResidualStreamsConfig(kind="gated", count=2, rank=5)
+    ),
+}
+# Weights of a site, and of the end, of two streams.
+SITES: dict[str, dict[str, tuple[int, ...]]] = {
+    "mhc": {"fn": (8, 32), "base": (8,), "scale": (3,)},
+    "gated": {"norm": (32,), "down": (5, 32), "up": (32, 5), "inject": (2, 32)},
+}
+ENDS: dict[str, dict[str, tuple[int, ...]]] = {
+    "mhc": {"fn": (2, 32), "base": (2,), "scale": (1,)},
+    "gated": {"norm": (32,), "down": (5, 32), "up": (32, 5)},
 }
 
 
@@ -63,16 +77,20 @@ def native(model: ModelConfig) -> dict[str, Tensor]:
         model.num_attention_heads,
         model.query_groups,
     )
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding.word_embeddings.weight": (PADDED, hidden),
-        "decoder.final_layernorm.weight": (hidden,),
-    }
+    streams = "" if model.residual_streams is None else model.residual_streams.kind
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (PADDED, hidden)}
+    shapes |= {f"decoder.streams_end.{name}": shape for name, shape in ENDS.get(streams, {}).items()}
+    if streams != "gated":
+        shapes["decoder.final_layernorm.weight"] = (hidden,)
     if not model.tied_embeddings:
         shapes["output_layer.weight"] = (PADDED, hidden)
     at = {span.read: span for span in model.memory_spans}
     for layer in range(model.num_layers):
         block = f"decoder.layers.{layer}."
-        shapes[f"{block}input_layernorm.weight"] = shapes[f"{block}pre_mlp_layernorm.weight"] = (hidden,)
+        for site in ("attention_streams", "ffn_streams"):
+            shapes |= {f"{block}{site}.{name}": shape for name, shape in SITES.get(streams, {}).items()}
+        if streams != "gated":
+            shapes[f"{block}input_layernorm.weight"] = shapes[f"{block}pre_mlp_layernorm.weight"] = (hidden,)
         shapes[f"{block}self_attention.linear_qkv.weight"] = ((heads + 2 * groups) * width, hidden)
         shapes[f"{block}self_attention.linear_proj.weight"] = (hidden, heads * width)
         if model.qkv_bias:

@@ -83,7 +83,8 @@ _BY_KEYS = (Scoring.TUCKER, Scoring.PRODUCT, Scoring.HEADS, Scoring.ROWS)
 
 def architecture_of(model: ModelConfig) -> str:
     """The class of transformers that computes what the model does: its own where no other does exactly that."""
-    if model.memory is not None or model.moe is not None or model.latent_attention is not None:
+    parts = (model.memory, model.moe, model.latent_attention, model.residual_streams)
+    if any(part is not None for part in parts):
         return OWN
     return _backbone(model)
 
@@ -117,13 +118,8 @@ def exported_config(
         table_bits: bits of an element of the memory's tables; None: they have the dtype of weights.
 
     Raises:
-        CheckpointError: the exported model does not know the memory's family, or several residual streams.
+        CheckpointError: the exported model does not know the memory's family.
     """
-    if model.residual_streams is not None:
-        raise CheckpointError(
-            "model.residual_streams is set, and exported models have one residual stream: such a model cannot be exported to "
-            "Hugging Face; convert it to another format"
-        )
     # Tables with a row for every token id have as many as the tokenizer has, where the run leaves that to it.
     model = replace(model, vocab_size=vocab_size)
     architecture = architecture_of(model)
@@ -169,6 +165,7 @@ def exported_config(
         "qk_norm": model.qk_norm,
         "qkv_bias": model.qkv_bias,
         "latent_attention": latent,
+        "residual_streams": _streams(model),
         "moe": moe,
         "memory": None,
         "second_memory": None,
@@ -184,6 +181,22 @@ def _native(model: ModelConfig, seed: int) -> dict[str, Any]:
     exported = replace(model, multi_token_prediction=None)
     plain = to_dict(RunConfig(seed=seed, model=exported))
     return {"seed": seed, "model": plain["model"]}
+
+
+def _streams(model: ModelConfig) -> dict[str, Any] | None:
+    streams = model.residual_streams
+    if streams is None:
+        return None
+    site, end = streams.site_shapes(model.hidden_size), streams.end_shapes(model.hidden_size)
+    return {
+        "count": streams.count,
+        "kind": streams.kind,
+        "iterations": streams.iterations,
+        "epsilon": streams.epsilon,
+        "norm_epsilon": model.norm_epsilon if streams.norm_epsilon is None else streams.norm_epsilon,
+        "site_weights": {name: list(shape) for name, shape in site.items()},
+        "end_weights": {name: list(shape) for name, shape in end.items()},
+    }
 
 
 def _memory(model: ModelConfig, key: str, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:

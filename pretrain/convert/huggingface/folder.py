@@ -30,7 +30,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
-_PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "token_tables")
+_PARTS = ("attention", "configuration", "memory", "modeling", "ngrams", "pages", "streams", "token_tables")
 _REMOTE_CODE = tuple(f"{part}_megamem.py" for part in _PARTS)
 _CODE = (".py", ".pyc", ".so")
 _ADAPTER_FILE = "adapter_config.json"

@@ -1,6 +1,6 @@
 """Our tensors and Hugging Face's: the same numbers, cut and named otherwise.
 
-Dense models have the names of Llama, Qwen2 and Qwen3. Memories keep the names of their own weights. All pairs are rectangles of
+Dense models have the names of Llama, Qwen2 and Qwen3. Memories and residual streams keep the names of their own weights. All pairs are rectangles of
 equal shape, so the list goes both ways.
 
 Legend: D hidden size, F inner width of a feed-forward, n query heads, g key/value heads, d width of a head.
@@ -33,12 +33,16 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
     Raises:
         CheckpointError: a memory acts where the exported model has no place for it.
     """
-    hidden, plans = model.hidden_size, _exported_plans(model)
+    hidden, plans, streams = model.hidden_size, _exported_plans(model), model.residual_streams
     found = [
         _rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden),
         *(pair for layer in range(model.num_layers) for pair in _block(model, layer, plans.get(layer, PLAIN), tensors)),
-        _whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)),
     ]
+    if streams is not None:
+        end = streams.end_shapes(hidden)
+        found += [_whole(f"decoder.streams_end.{name}", f"model.streams_end.{name}", end[name]) for name in end]
+    if streams is None or not streams.normalises:
+        found.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)))
     if not model.tied_embeddings:
         found.append(_rows("output_layer.weight", "lm_head.weight", vocab_size, hidden))
     of_all = [name for name in tensors if name.startswith(_OF_ALL_LAYERS)]
@@ -89,14 +93,21 @@ def _section_of(model: ModelConfig, layer: PlacedMemory) -> str:
 
 def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
-    for part in ("weight", "bias") if plan.has_layer_norm else ("weight",):
-        yield _whole(f"{ours}input_layernorm.{part}", f"{theirs}input_layernorm.{part}", (hidden,))
+    streams, num_norms = model.residual_streams, plan.num_norms
+    if streams is not None:
+        for site in ("attention_streams", "ffn_streams"):
+            for name, of_site in streams.site_shapes(hidden).items():
+                yield _whole(f"{ours}{site}.{name}", f"{theirs}{site}.{name}", of_site)
+        num_norms = 0 if streams.normalises else num_norms
+    if num_norms > 0:
+        for part in ("weight", "bias") if plan.has_layer_norm else ("weight",):
+            yield _whole(f"{ours}input_layernorm.{part}", f"{theirs}input_layernorm.{part}", (hidden,))
     attention = _attention if model.latent_attention is None else _latent_attention
     yield from attention(model, f"{ours}self_attention.", f"{theirs}self_attn.")
     if plan.has_output_projection:
         shape = (hidden, model.num_attention_heads * model.attention_head_dim)
         yield _whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", shape)
-    if plan.num_norms > 1:
+    if num_norms > 1:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
     for index in plan.memories:
         for name, info in memory_weights(model, index, tensors).items():

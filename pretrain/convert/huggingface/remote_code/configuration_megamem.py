@@ -17,6 +17,10 @@ class MegamemConfig(PreTrainedConfig):
         latent_attention: None, or keys and values of all heads are made of one latent per token: `latent_dim`, its width;
             `rotary_dim`, columns of a head that RoPE turns, whose keys all heads share; `query_latent_dim`, the width of
             a latent that queries are made of, or None. `qk_norm` then normalises the latents.
+        residual_streams: None, or several residual streams, which attention and feed-forwards read and write: `count` of
+            them; `kind`: "mhc", "single_pass", "gated" or "plain"; of the first two `iterations` of Sinkhorn's steps and
+            `epsilon`, added in them and to weights of reads; `norm_epsilon`, added in the norms before the maps;
+            `site_weights` and `end_weights`, shapes of the weights of a site, and of the end.
         moe: None, or a mixture of experts instead of every feed-forward: `num_experts`; `top_k` of them per token;
             `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their
             sum.
@@ -59,7 +63,7 @@ class MegamemConfig(PreTrainedConfig):
 
     model_type = "megamem"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
-    # Memories and routers stay whole on every rank.
+    # Memories, routers and sites of residual streams stay whole on every rank.
     base_model_tp_plan = {  # noqa: RUF012
         **{f"layers.*.self_attn.{side}_proj": "colwise" for side in ("q", "k", "v", "kv_up")},
         "layers.*.self_attn.o_proj": "rowwise",
@@ -83,6 +87,7 @@ class MegamemConfig(PreTrainedConfig):
     qk_norm: bool = True
     qkv_bias: bool = False
     latent_attention: Any = None
+    residual_streams: Any = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     moe: Any = None
@@ -99,6 +104,11 @@ class MegamemConfig(PreTrainedConfig):
         if self.memory_device not in (None, "cpu"):
             raise ValueError(f"memory_device is {self.memory_device!r}: it may be null or 'cpu'")
         super().__post_init__(**others)
+
+    @property
+    def reads_normalised(self) -> bool:
+        """True if sites normalise what they read: blocks then have no norms, and the model no last one."""
+        return self.residual_streams is not None and self.residual_streams["kind"] == "gated"
 
     @property
     def memories(self) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A decoder-only transformer with memory layers, for inference and fine-tuning with transformers.
 
-Legend: b sequences, s tokens of each, D hidden size.
+Legend: b sequences, s tokens of each, n residual streams, D hidden size. Of one stream [n, D] is [D], and [n] is not there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .configuration_megamem import MegamemConfig
 from .memory_megamem import Banks, MegamemBank, MegamemMemory, banks_of
 from .ngrams_megamem import MegamemNgramMemory, Ngrams, hashed, ngrams_of, places_in_texts, recent_tokens
 from .pages_megamem import ENGINE, MegamemPages
+from .streams_megamem import MegamemStreams, joined, make_end, make_site, started, written
 from .token_tables_megamem import (
     MegamemChosenRows,
     MegamemMixedValues,
@@ -49,9 +50,10 @@ from .token_tables_megamem import (
 # transformers 5.24 gave the cache another name everywhere, and 5.40 drops the first one.
 CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
-BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""The residual stream [b, s, D]; a memory's output that is added later; attention's weights; the normalised stream, where
-memories of later blocks read with it."""
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The residual streams [b, s, n, D]; weights [b, s, n] that the next block reads them with, where kinds of streams have such;
+a memory's output that is added later; attention's weights; the normalised stream, where memories of later blocks read with
+it."""
 
 # Kinds of memories, whose parameters are their own.
 _MEMORIES = (
@@ -144,7 +146,8 @@ class MegamemBlock(GradientCheckpointingLayer):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
     An inserted block is h + memory of what attention says, or of h and that, and nothing else. A memory of n-grams is
-    added before attention; one of a token's rows may act inside of attention, or as the feed-forward.
+    added before attention; one of a token's rows may act inside of attention, or as the feed-forward. Of several residual
+    streams attention and feed-forward read one h each, and write into all (`streams_megamem.py`).
     """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
@@ -154,7 +157,8 @@ class MegamemBlock(GradientCheckpointingLayer):
         slots = {layer["slot"] for _, layer in here}
         self.inserted, self.adds_stream = not slots.isdisjoint(_INSERTED), not slots.isdisjoint(_GIVEN_STREAM)
         norm = MegamemLayerNorm if any(layer["layer_norm"] for _, layer in here) else MegamemRMSNorm
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        norms = () if config.reads_normalised else (config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(*norms) if norms else nn.Identity()
         projects = slots.isdisjoint(_GIVEN_HEADS)
         if config.latent_attention is None:
             self.self_attn: nn.Module = MegamemAttention(config, layer_idx, projects=projects)
@@ -162,7 +166,7 @@ class MegamemBlock(GradientCheckpointingLayer):
             mixes_keys = "latents" in slots
             self.self_attn = MegamemLatentAttention(config, layer_idx, projects=projects, mixes_keys=mixes_keys)
         if not self.inserted:
-            self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_attention_layernorm = MegamemRMSNorm(*norms) if norms else nn.Identity()
         self.mlp: nn.Module | None = None
         if not self.inserted and "instead" not in slots:
             dense = config.moe is None
@@ -174,6 +178,7 @@ class MegamemBlock(GradientCheckpointingLayer):
         self.lends_query = any(layer["queried"] == layer_idx < layer["block"] for _, layer in layers)
         self.is_added_later = any(layer["added_after"] > layer_idx for _, layer in here)
         self.layer_idx, self.num_blocks = layer_idx, config.num_hidden_layers
+        self.attention_streams, self.ffn_streams = make_site(config), make_site(config)
 
     def forward(
         self,
@@ -181,15 +186,19 @@ class MegamemBlock(GradientCheckpointingLayer):
         banks: Banks,
         tokens: Tokens | None = None,
         query: Tensor | None = None,
+        carried: Tensor | None = None,
+        *joining: Tensor,
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BlockOutput:
-        """The block's part of a forward pass, from the residual stream `h` [b, s, D].
+        """The block's part of a forward pass, from the residual streams `h` [b, s, n, D].
 
         Args:
             tokens: the tokens, in the forms in which memories that they address read them.
             query: the normalised stream of the block that the memory reads with, if that is an earlier one.
+            carried: weights [b, s, n] that streams are read with, where kinds of them have such.
+            joining: outputs [b, s, D] of earlier blocks' memories that are added after this one.
             cache: the cache, by the name that this version of transformers has for it, as is `past_key_values`. Where
                 blocks are recomputed, transformers takes it away by that name.
             kwargs: arguments of attention.
@@ -202,7 +211,10 @@ class MegamemBlock(GradientCheckpointingLayer):
                 recent = tokens.ngrams.paged or recent_tokens(cache, self.num_blocks)
                 h = h + memory(h, banks[memory.layer["bank"]], tokens.ngrams, recent)
             if isinstance(memory, MegamemNgramEmbedding) and tokens.rows is not None:
-                h = memory(h, tokens.rows.of(memory.memory), banks[memory.layer["bank"]])
+                # All streams are the embedding still.
+                embedded = h if h.dim() == 3 else h[:, :, 0]
+                embedded = memory(embedded, tokens.rows.of(memory.memory), banks[memory.layer["bank"]])
+                h = embedded if h.dim() == 3 else embedded.unsqueeze(2).repeat(1, 1, h.shape[2], 1)
             if isinstance(memory, MegamemWeightedRows) and tokens.rows is not None:
                 h = memory(h, tokens.rows.shared)
             if (
@@ -211,7 +223,8 @@ class MegamemBlock(GradientCheckpointingLayer):
             ):
                 addresses = tokens.rows.of(memory.memory)
                 kwargs["mix"] = partial(memory, addresses=addresses, look_up=banks[memory.layer["bank"]])
-        attended, weights = self.self_attn(self.input_layernorm(h), cache=cache, **kwargs)
+        read = self.attention_streams(h, carried)
+        attended, weights = self.self_attn(self.input_layernorm(read.update), cache=cache, **kwargs)
         # Such a kind is the only one of its model.
         if self.inserted and isinstance(self.memory, MegamemMemory):
             if attended.shape != h.shape:
@@ -220,9 +233,10 @@ class MegamemBlock(GradientCheckpointingLayer):
                     "them: run this model with a tensor-parallel size of 1"
                 )
             given = h + attended if self.adds_stream else attended
-            return h + self.memory(given, banks[self.memory.layer["bank"]]), None, weights, None
-        h = h + attended
-        normal = self.post_attention_layernorm(h)
+            return h + self.memory(given, banks[self.memory.layer["bank"]]), None, None, weights, None
+        h = written(h, attended, read)
+        read = self.ffn_streams(h, read.carried)
+        normal = self.post_attention_layernorm(read.update)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
         later = None
         for memory in memories:
@@ -236,7 +250,10 @@ class MegamemBlock(GradientCheckpointingLayer):
                     later = output
                 else:
                     outputs.append(output)
-        return h + sum(outputs[1:], outputs[0]), later, weights, normal if self.lends_query else None
+        h = written(h, sum(outputs[1:], outputs[0]), read)
+        for output in joining:
+            h = joined(h, output.to(h.device), read)
+        return h, read.carried, later, weights, normal if self.lends_query else None
 
 
 def _made(config: MegamemConfig, memory: dict[str, Any], layer: dict[str, Any]) -> nn.Module:
@@ -307,7 +324,7 @@ class MegamemPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that no file has: for models that are made from a configuration."""
         super()._init_weights(module)
-        if isinstance(module, (*_MEMORIES, MegamemBank, MegamemRouter, MegamemDownProjection)):
+        if isinstance(module, (*_MEMORIES, MegamemBank, MegamemRouter, MegamemDownProjection, MegamemStreams)):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     parameter.normal_(0.0, self.config.initializer_range)
@@ -336,13 +353,16 @@ class MegamemPreTrainedModel(PreTrainedModel):
 
 
 class MegamemModel(MegamemPreTrainedModel):
-    """Embedding, blocks, norm; and the banks that the blocks' memories read."""
+    """Embedding, blocks, norm; and the banks that the blocks' memories read. Several residual streams begin as copies of the
+    embedding, and end as one before the norm."""
 
     def __init__(self, config: MegamemConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MegamemBlock(config, number) for number in range(config.num_hidden_layers))
-        self.norm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.streams_end = make_end(config)
+        has_norm = not config.reads_normalised
+        self.norm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps) if has_norm else nn.Identity()
         layers = [layer for memory in config.memories for layer in memory["layers"]]
         # Of a block's two memories one acts in attention, which hands nothing on.
         self.added_after = {x["block"]: x["added_after"] for x in layers if x["added_after"] > x["block"]}
@@ -384,6 +404,7 @@ class MegamemModel(MegamemPreTrainedModel):
                 which does not tell memories of n-grams where a text begins: `position_ids` do.
             past_key_values, cache: one and the same, as transformers before 5.24 names it, and since.
             position_ids: [b, s]. Without a mask and a cache, documents that begin at 0 do not see each other.
+            output_hidden_states: return the streams [b, s, n, D] before every block, and the last hidden state.
             kwargs: arguments of attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -430,19 +451,24 @@ class MegamemModel(MegamemPreTrainedModel):
             **kwargs,
         }
         waiting, queries = defaultdict[int, list[Tensor]](list), dict[int, Tensor]()
+        carried = None
+        if config.residual_streams is not None:
+            h, carried = started(h, config.residual_streams)
+        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states, attentions = [h], []
         for number, block in enumerate(self.layers):
-            h, later, weights, normal = block(h, banks, tokens, queries.get(self.queried.get(number, number)), **given)
+            query, joining = queries.get(self.queried.get(number, number)), waiting.pop(number, [])
+            h, carried, later, weights, normal = block(h, banks, tokens, query, carried, *joining, **given)
             if normal is not None:
                 queries[number] = normal
             if later is not None:
                 waiting[self.added_after[number]].append(later)
-            for output in waiting.pop(number, []):
-                h = h + output.to(h.device)
-            states.append(h)
+            if with_states:
+                states.append(h)
             attentions.append(weights)
+        if self.streams_end is not None:
+            h = self.streams_end(h, carried)
         h = states[-1] = self.norm(h)
-        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=h,
             **{CACHE: cache if use_cache else None},

@@ -3,8 +3,8 @@
 A token reads a row for each head, at a hash of its last tokens' ids. A gate of the residual stream weighs a projection
 of the rows, a short convolution over tokens follows, and both join the residual stream before attention.
 
-Legend: b sequences, s tokens of each, D hidden size, N tokens of the longest n-gram, H heads, V columns of a row,
-E = H V, w tokens before the first one of a forward pass.
+Legend: b sequences, s tokens of each, n residual streams, D hidden size, N tokens of the longest n-gram, H heads, V columns
+of a row, E = H V, w tokens before the first one of a forward pass.
 """
 
 from __future__ import annotations
@@ -192,14 +192,15 @@ def hashed(ngrams: Ngrams, address: dict[str, Any]) -> Tensor:
 
 class MegamemNgramMemory(nn.Module):
     """u + SiLU(conv(RMS(u))) with u = g W_V e, g = sigmoid(sign(s) sqrt(|s|)) and s = <RMS(W_K e), RMS(h)> / sqrt(D),
-    for the rows e of the n-grams that end at a token and the residual stream h.
+    for the rows e of the n-grams that end at a token and the residual stream h. Of n streams each has its own W_K, norms and
+    convolution.
 
     Weights have the names and shapes of the configuration's `layers`.
 
     Attributes:
-        key_proj: [D, E], and `value_proj` [D, E], with `key_bias` [D] and `value_bias` [D] where there are.
-        key_gain: [D], and `query_gain` [D].
-        conv: [D, taps], and `conv_gain` [D], where there is a convolution; its taps are N tokens apart.
+        key_proj: [n D, E], and `value_proj` [D, E], with `key_bias` [n D] and `value_bias` [D] where there are.
+        key_gain: [n D], and `query_gain` [n D].
+        conv: [n D, taps], and `conv_gain` [n D], where there is a convolution; its taps are N tokens apart.
         multipliers: [N] int64, of the hashes.
         token_map: [vocabulary] int64, of ids to those that are hashed, where there is one.
     """
@@ -243,26 +244,29 @@ class MegamemNgramMemory(nn.Module):
         return torch.stack(rows, -1)
 
     def forward(self, hidden: Tensor, look_up: LookUp, ngrams: Ngrams, recent: RecentTokens | PagedTokens) -> Tensor:
-        """The sum [b, s, D] that joins the residual stream, which it is given, before attention."""
+        """The sum [b, s, D] that joins the residual stream, which it is given, before attention; of streams [b, s, n, D]."""
         ngrams = ngrams.to(hidden.device)
         rows = self.rows(ngrams.window)
         ones = torch.ones(rows.numel(), 1, 1, dtype=hidden.dtype, device=hidden.device)
         read = look_up(rows.view(-1, 1), ones, None, None).to(hidden.device).view(*hidden.shape[:2], -1)
         value = F.linear(read, self.value_proj, getattr(self, "value_bias", None))
-        key = F.linear(read, self.key_proj, getattr(self, "key_bias", None))
-        key = rms_normalise(key, self.key_gain, self.key_epsilon)
-        query = rms_normalise(hidden, self.query_gain, self.query_epsilon)
+        value = value if hidden.dim() == value.dim() else value.unsqueeze(2)
+        key = F.linear(read, self.key_proj, getattr(self, "key_bias", None)).view(hidden.shape)
+        of_stream = hidden.shape[2:]
+        key = rms_normalise(key, self.key_gain.view(of_stream), self.key_epsilon)
+        query = rms_normalise(hidden, self.query_gain.view(of_stream), self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1, keepdim=True) / math.sqrt(hidden.shape[-1])
         gate = torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
         gated = (gate * value.to(wide)).to(hidden.dtype)
         if not self.has_convolution:
             return gated
-        normal = rms_normalise(gated, self.conv_gain, self.conv_epsilon)
-        return gated + F.silu(self._convolved(normal, ngrams.places, recent)).to(hidden.dtype)
+        normal = rms_normalise(gated, self.conv_gain.view(of_stream), self.conv_epsilon).flatten(2)
+        convolved = self._convolved(normal, ngrams.places, recent).view(gated.shape)
+        return gated + F.silu(convolved).to(hidden.dtype)
 
     def _convolved(self, x: Tensor, places: Tensor, recent: RecentTokens | PagedTokens) -> Tensor:
-        """y_t = sum_j w_j x_{t - (taps - 1 - j) N} of x [b, s, D], in at least fp32; zeros before a text."""
+        """y_t = sum_j w_j x_{t - (taps - 1 - j) N} of x [b, s, n D], in at least fp32; zeros before a text."""
         taps, apart = self.conv.shape[1], self.memory["max_order"]
         width = (taps - 1) * apart
         whole = recent.extended(f"block {self.layer['block']}", x, width)

@@ -289,7 +289,7 @@ class MegamemSummedRows(nn.Module):
 
 
 class MegamemWeightedRows(nn.Module):
-    """h + w b in the first columns, for the residual stream h and the shared sum of rows b.
+    """h + w b in the first columns, for the residual stream h, or each of several, and the shared sum of rows b.
 
     Attributes:
         gain: w, [1].
@@ -303,8 +303,9 @@ class MegamemWeightedRows(nn.Module):
         self.gain = nn.Parameter(torch.empty(layer["weights"]["gain"]))
 
     def forward(self, hidden: Tensor, shared: Tensor) -> Tensor:
-        """[b, s, D] of a stream [b, s, D] and the shared sums [b, s, V]."""
+        """[b, s, D] of a stream [b, s, D] and the shared sums [b, s, V]; [b, s, n, D] of n streams."""
         added = self.gain * shared.to(hidden.device)
+        added = added if hidden.dim() == added.dim() else added.unsqueeze(2)
         return hidden + F.pad(added, (0, hidden.shape[-1] - added.shape[-1]))
 
 
