@@ -75,7 +75,7 @@ def distances(
     """||h_u - h_v|| at a token that stands after the same context, by category and layer. Collective, data-parallel ranks.
 
     Contexts are the first tokens of held-out windows, evenly spread. States are those of the residual stream: of the
-    embedding first, and then after each block.
+    embedding first, and then after each block; several streams are one vector.
 
     Returns:
         Mean distance, and mean of the distance over the mean length of both states, by category.
@@ -115,8 +115,8 @@ def _sums(model: MemoryGPTModel, contexts: Tensor, pair: tuple[int, int], watche
 
 
 def _keep_input(watched: list[Tensor], _: Any, arguments: tuple[BlockState, Any]) -> None:
-    watched.append(arguments[0].hidden[-1])
+    watched.append(arguments[0].hidden[-1].flatten(1))
 
 
 def _keep_output(watched: list[Tensor], _: Any, arguments: tuple[Any, ...], out: BlockState) -> None:
-    watched.append(out.hidden[-1])
+    watched.append(out.hidden[-1].flatten(1))

@@ -28,7 +28,7 @@ NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_mul
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> dict[str, Path]:
-    """A dense model, TIDE, MoVE, Engram, Engram beside learned keys, and MoVE in a block of learned keys."""
+    """A dense model, TIDE, MoVE, Engram, with two streams too, Engram beside learned keys, and MoVE in a block of learned keys."""
     content = yaml.safe_load(config_file.read_text())
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
@@ -44,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
         | {"placement": {"blocks": [1]}},
         "engram": {"kind": "engram", "value_dim": 8, "heads_per_order": 2, "rows_per_head": 101}
         | {"boundary_id": 256, "placement": {"blocks": [0, 2]}},
+        "streams": {"kind": "engram", "value_dim": 8, "heads_per_order": 2, "rows_per_head": 101, "boundary_id": 256},
         "two families": {"num_keys": 16, "top_k": 4, "value_dim": 16, "pre_value_dim": 8, "placement": {"blocks": [1]}},
         "embeddings too": {
             "num_keys": 16,
@@ -56,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
     found = {}
     for name, memory in memories.items():
         content["model"]["memory"] = memory
+        content["model"]["residual_streams"] = {"count": 2} if name == "streams" else None
         if name in SECOND:
             content["model"]["second_memory"] = memories[SECOND[name]]
             content["logging"] = {"memory_every_steps": 4}
@@ -165,6 +167,21 @@ def test_distances_are_those_of_the_embeddings_at_first(megamem: Megamem, runs: 
         assert of_kind["distance"] == pytest.approx(found[1]["categories"][kind]["distance"], rel=1e-6)
     named, _ = analyse(megamem, "collapse", runs["dense"], "--pairs", "a/b,7/8", "--nproc", 1)
     assert named[0]["categories"]["named"]["pairs"] == [["a", "b"], ["7", "8"]]
+
+
+def test_several_streams_are_told_apart_as_one_state(megamem: Megamem, runs: dict[str, Path]) -> None:
+    """Both begin as the embedding: distances are sqrt(2) times as large at first, and relative ones the same."""
+    found, _ = analyse(megamem, "collapse", runs["streams"], "--pairs", "a/b,7/8", "--contexts", 4, "--nproc", 1)
+    named = found[0]["categories"]["named"]
+    embeddings = weights_of(runs["streams"], "embedding.word_embeddings.weight").double()
+    pairs = [[embeddings[ord(token)] for token in pair] for pair in named["pairs"]]
+    apart = [float((u - v).norm()) for u, v in pairs]
+    relative = [2 * x / float(u.norm() + v.norm()) for x, (u, v) in zip(apart, pairs, strict=True)]
+    assert named["distance"][0] == pytest.approx(2**0.5 * np.mean(apart), rel=1e-5)
+    assert named["relative"][0] == pytest.approx(np.mean(relative), rel=1e-5)
+    assert len(named["distance"]) == 4
+    gates, _ = analyse(megamem, "routing", runs["streams"], "--nproc", 1)
+    assert all(0 < gate < 1 for layer in gates[0]["layers"] for gate in layer["mean"])
 
 
 def test_rows_of_ngrams_are_those_counted_by_hand(megamem: Megamem, runs: dict[str, Path], corpus: Path) -> None:

@@ -120,7 +120,7 @@ def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str
 def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
     """Plans of the blocks that have memories. Raises CheckpointError where the exported model has no place for one."""
     for layer in model.memory_layers:
-        slot = layer.memory.slot_of(layer.span)
+        slot = layer.slot
         if not slot.is_exported:
             raise CheckpointError(
                 f"{_section_of(model, layer)}.kind is {layer.memory.kind}, whose memories act in the slot {slot.name}, "
