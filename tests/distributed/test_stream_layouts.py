@@ -180,6 +180,23 @@ def test_sent_streams_are_those_of_one_rank_to_ten_digits(run_ranks: Any) -> Non
             check([shard for of_rank in of_model for shard in of_rank], expected)
 
 
+@pytest.mark.parametrize("name", ["mhc, engram, experts", "single pass, ngram embedding"])
+def test_stages_without_a_block_pass_streams_on(run_ranks: Any, trained: dict[str, Any], name: str) -> None:
+    """Streams start behind the embedding alone, and end before the loss alone."""
+    config = on(config_of(name), pipeline=4, micro_batch_size=2)
+    config = replace(config, parallel=replace(config.parallel, pipeline_layout="E|tt|tt|L"))
+
+    def main() -> list[tuple[float, float]]:
+        with tiny_run(config) as run:
+            return run.train(2)
+
+    expected = trained["one rank"][name][0].steps
+    for steps in run_ranks(main, 4):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["single pass, engram", "gated, ple, muon"])
 def test_bf16_streams_are_sent_as_they_are(run_ranks: Any, name: str) -> None:
     """Weights in fp32 travel as their bits: the loss over stages is that of one rank to the bit, and so is the next one but
