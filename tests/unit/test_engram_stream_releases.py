@@ -16,6 +16,7 @@ import torch
 from test_residual_streams import EngramOfStreams, case_of
 from torch import Tensor
 
+from kernels.select import select_kernels
 from megamem.config import ModelConfig
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.convert.released.modules import modules_as_ours, modules_as_released
@@ -35,7 +36,7 @@ class Module:
     """A recorded module of four streams, and a model that has it."""
 
     def __init__(self, golden_dir: Path, name: str) -> None:
-        case = case_of(golden_dir, name, torch.float64)
+        case = case_of(golden_dir, name, torch.float64, select_kernels("naive", device_type="cpu"))
         self.prefix = "layers.1.ple." if name == "model_gated_ple" else "layers.1.engram."
         start = f"param.{self.prefix}"
         self.parts = {key.removeprefix(start): tensor for key, tensor in case.tensors.items() if key.startswith(start)}
