@@ -183,6 +183,21 @@ def test_tuned_strong_models_have_settings_that_the_search_tries(path: Path) -> 
     assert all(getattr(found.optimizer, name) in tried[f"optimizer.{name}"] for name in changed)
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "streams").glob("*.yaml")), ids=lambda path: path.stem)
+def test_models_of_several_streams_cost_what_one_stream_does(path: Path) -> None:
+    """They differ from the model of their base in the feed-forward's width alone; active parameters are not held to a rule."""
+    size = SIZES["small"]
+    overrides = [f"model.vocab_size={size.vocab_size}"]
+    model, _, count = path.stem.rpartition("_")
+    base = FOLDER / ("strong/tuned/dense.yaml" if model == "strong" else f"tuned/{model}.yaml")
+    one, several = load_config(base, overrides), load_config(path, overrides)
+    assert several.name == f"{path.stem}_streams"
+    assert several.model.num_streams == int(count)
+    alike = replace(several.model, residual_streams=None, ffn_hidden_size=one.model.ffn_hidden_size)
+    assert replace(several, name=one.name, model=alike) == one
+    assert size.flops(several.model) == pytest.approx(size.flops(one.model), rel=0.005)
+
+
 @pytest.mark.parametrize("model", ["dense", "ultramemv2", "ultramem", "move", "engram"])
 def test_models_of_rising_widths_differ_in_nothing_else(model: str) -> None:
     folder = FOLDER / "widths"
