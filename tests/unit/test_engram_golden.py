@@ -192,6 +192,28 @@ def test_layers_hash_alike_and_apart(golden_dir: Path, dtype: torch.dtype) -> No
     check(out, {**gradients, "in.hidden": hidden.grad}, tensors)
 
 
+@pytest.mark.parametrize(("conv_kernel", "biases", "gate"), [(0, False, 0.50025), (4, False, 0.5), (0, True, 0.5)])
+def test_a_score_of_zero_has_a_sign_without_biases_and_convolution(conv_kernel: int, biases: bool, gate: float) -> None:
+    """sigmoid(sqrt(1e-6)), as in DeepSeek V4.1's module, and a half in the others."""
+    memory = EngramConfig(
+        heads_per_order=2,
+        rows_per_head=11,
+        value_dim=6,
+        vocab_size=90,
+        conv_kernel=conv_kernel,
+        projection_biases=biases,
+    )
+    megatron = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    rows, ops = sum(memory.sizes(1)[-1]), select_kernels("naive", device_type="cpu")
+    bank = Bank(BankSpec(0, rows, (0,)), memory, ops, dtype=torch.float32, device="cpu", replica_rank=0)
+    layer = EngramLayer(megatron, memory, LayerView(0, 0, rows, rows), bank, kernels=ops, name="layer", seed=0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(0.5)
+    found = layer.gate(torch.zeros(3, 1, 8), torch.ones(3, 1, memory.memory_width))
+    torch.testing.assert_close(found, torch.full((3, 1), gate), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", [*DEEPSEEK, *QWEN])
 def test_tokens_hash_to_the_recorded_bits(golden_dir: Path, name: str) -> None:
     case = Case(*read_case(golden_dir / "engram", name), torch.float64)

@@ -112,6 +112,12 @@ class EngramConfig(MemoryConfig):
         return self.rules == "ple"
 
     @property
+    def zero_has_sign(self) -> bool:
+        """True if the gate of a score of 0 is that of the least score, as in the module without biases and convolution
+        (DeepSeek V4.1); in the others it is 1/2."""
+        return not self.conv_kernel and not self.projection_biases
+
+    @property
     def num_heads(self) -> int:
         """H = (N - 1) K: rows of a token."""
         return (self.max_order - 1) * self.heads_per_order

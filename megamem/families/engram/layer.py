@@ -158,7 +158,8 @@ class EngramLayer(MemoryLayer):
         query = self._normal(hidden, self.query_gain, self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1) / math.sqrt(hidden.shape[-1])
-        return torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
+        root = score.abs().clamp_min(_LEAST_SCORE).sqrt()
+        return torch.sigmoid(root.copysign(score) if self.memory.zero_has_sign else score.sign() * root)
 
     def _convolved(self, gated: Tensor, inputs: Inputs) -> Tensor:
         normal = self._normal(gated, self.conv_gain, self.conv_epsilon).flatten(2)

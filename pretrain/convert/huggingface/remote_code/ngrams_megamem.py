@@ -257,7 +257,10 @@ class MegamemNgramMemory(nn.Module):
         query = rms_normalise(hidden, self.query_gain.view(of_stream), self.query_epsilon)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         score = (key.to(wide) * query.to(wide)).sum(-1, keepdim=True) / math.sqrt(hidden.shape[-1])
-        gate = torch.sigmoid(score.sign() * score.abs().clamp_min(_LEAST_SCORE).sqrt())
+        root = score.abs().clamp_min(_LEAST_SCORE).sqrt()
+        # In a module without biases and convolution a score of 0 has a sign.
+        zero_has_sign = not self.has_convolution and "key_bias" not in self.layer["weights"]
+        gate = torch.sigmoid(root.copysign(score) if zero_has_sign else score.sign() * root)
         gated = (gate * value.to(wide)).to(hidden.dtype)
         if not self.has_convolution:
             return gated
