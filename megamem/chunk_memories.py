@@ -71,7 +71,7 @@ def memories_of_chunk(
             halo=machinery.hidden_halo,
             num_streams=model.num_streams,
         )
-        site = Site(placed, plan_blocks(model)[block], make_memory, model.num_streams)
+        site = Site(placed, plan_blocks(model)[block], make_memory)
         sites.setdefault(block, []).append(site)
     return banks, sites
 

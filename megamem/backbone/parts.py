@@ -115,13 +115,11 @@ class Site:
         placed: its config, its slot, and where it reads and joins.
         plan: plan of its block.
         make_memory: builds its layer.
-        num_streams: n, residual streams, where there are several.
     """
 
     placed: PlacedMemory
     plan: BlockPlan
     make_memory: Callable[[], MegatronModule]
-    num_streams: int | None = None
 
     def __post_init__(self) -> None:
         assert self.placed.span.is_skip == (self.placed.slot == SKIP)

@@ -112,7 +112,8 @@ class EntryMemory(MegatronModule, MemorySite):
         self.memory = site.make_memory()
         slot = site.placed.slot
         self.is_embedding, self.reads_streams = slot == EMBEDDING, slot.reads_streams
-        self.num_streams = site.num_streams
+        # The memory's own number: None where there is one.
+        self.num_streams: int | None = self.memory.num_streams
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """h + Mem(h) for `hidden` = h [t, b, D], or Mem(h) of an input embedding h; of streams X [t, b, n, D] each by itself.

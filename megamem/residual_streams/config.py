@@ -79,6 +79,16 @@ class ResidualStreamsConfig(Config):
             case "single_pass" | "plain":
                 return {}
 
+    def message_bytes(self, hidden_size: int, element_bytes: int) -> int:
+        """Bytes per token of what blocks hand to each other, and stages in a message: all streams, and the weights that travel
+        with them in at least fp32.
+
+        Args:
+            element_bytes: bytes of an element of the streams.
+        """
+        carried = max(4, element_bytes) if self.carries_read else 0
+        return self.count * (element_bytes * hidden_size + carried)
+
     def _gate_shapes(self, width: int) -> Shapes:
         return {"norm": (width,), "down": (self.rank, width), "up": (width, self.rank)}
 

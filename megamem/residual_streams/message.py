@@ -23,8 +23,7 @@ from .operations import wide_dtype
 
 def message_width(settings: ResidualStreamsConfig, hidden_size: int, dtype: torch.dtype) -> int:
     """W: columns of a message."""
-    weights = wide_dtype(dtype).itemsize // dtype.itemsize if settings.carries_read else 0
-    return settings.count * (hidden_size + weights)
+    return settings.message_bytes(hidden_size, dtype.itemsize) // dtype.itemsize
 
 
 def sized_for_messages(config: TransformerConfig, settings: ResidualStreamsConfig | None) -> TransformerConfig:

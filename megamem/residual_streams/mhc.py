@@ -2,7 +2,8 @@
 
 With m = rho fn vec X and rho = (mean(vec X^2) + epsilon)^-1/2, whose rows are n of pre, n of post and n^2 of comb:
 pre = sigmoid(l) + eps, post = 2 sigmoid(l) and mix = Sinkhorn(l), `kernels.doubly_stochastic`, for l = scale m +
-base. The paper's H_res is mix transposed. DeepSeek V4 casts post and mix to the streams' dtype before it mixes; here, as in V4.1, X' is rounded once.
+base. The paper's H_res is mix transposed. DeepSeek V4 casts post and mix to the streams' dtype before it mixes; here,
+as in V4.1, X' is rounded once.
 
 Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megamem.config import ModelConfig
 from megamem.placement.block_plan import BlockPlan
-from megamem.residual_streams.config import ResidualStreamsConfig
+from megamem.residual_streams.config import ResidualStreamsConfig, Shapes
 
 SITES_PER_BLOCK = 2
 _WIDE = 4
@@ -64,10 +64,9 @@ def end_flops(model: ModelConfig) -> float:
     return 0.0 if streams is None else _map_flops(streams, streams.end_shapes(model.hidden_size))
 
 
-def _map_flops(streams: ResidualStreamsConfig, shapes: object) -> float:
+def _map_flops(streams: ResidualStreamsConfig, shapes: Shapes) -> float:
     """A multiply and an add for every weight of a map; those of hyper-connections meet every stream by itself."""
     each = streams.count if streams.kind == "plain" else 1
-    assert isinstance(shapes, dict)
     maps = ("fn", "down", "up", "inject", "alpha_map", "beta_map")
     return 2.0 * each * sum(shapes[name][0] * shapes[name][1] for name in maps if name in shapes)
 
@@ -75,10 +74,7 @@ def _map_flops(streams: ResidualStreamsConfig, shapes: object) -> float:
 def state_bytes(model: ModelConfig, element: int) -> int:
     """Bytes per token of what blocks hand to each other, and stages in a message."""
     streams = model.residual_streams
-    if streams is None:
-        return element * model.hidden_size
-    carried = max(_WIDE, element) if streams.carries_read else 0
-    return streams.count * (element * model.hidden_size + carried)
+    return element * model.hidden_size if streams is None else streams.message_bytes(model.hidden_size, element)
 
 
 def sites_kept(model: ModelConfig, element: int) -> float:
