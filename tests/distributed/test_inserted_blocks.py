@@ -24,13 +24,12 @@ from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
-from parallel.sharded_bank import announce_tokens
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from tests.distributed.test_skip_insertion import rope_frequencies
 from tests.distributed.test_token_layouts import Trained, place_of
 from tests.distributed.test_token_layouts import train as train_and_tell
-from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, build, joined, on, tiny_run
+from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, answers_without_a_token, on, tiny_run
 from tests.golden import read_case
 
 STACKS = ("midus_stack_distributed", "midus_stack_top_heavy")
@@ -281,17 +280,4 @@ def test_what_one_layout_saves_another_one_resumes(
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
     """Ranks of a group that has one rank generate do so."""
-
-    def main() -> bool:
-        with joined(on(CONFIG, memory=2)) as groups:
-            (model,) = build(on(CONFIG, memory=2), groups).bare
-            announce_tokens(model.banks.values(), (5, 0))
-            with torch.no_grad():
-                if groups.rank == 0:
-                    ids = torch.arange(5).unsqueeze(0)
-                    assert model(ids, ids, None).shape[:2] == (1, 5)
-                else:
-                    model.serve_memory()
-        return True
-
-    assert run_ranks(main, 2) == [True, True]
+    assert run_ranks(lambda: answers_without_a_token([CONFIG]), 2) == [1, 1]

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import MEMORY, SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
+from tiny_runs import (
+    MEMORY,
+    SHARED,
+    VOCAB_SIZE,
+    TinyRun,
+    answers_without_a_token,
+    build,
+    joined,
+    on,
+    second_steps,
+    tiny_run,
+)
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
@@ -26,7 +37,6 @@ from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.shards import walk_shards
-from parallel.sharded_bank import announce_tokens
 from pretrain.config.schema import RunConfig
 
 # The second shows the weights after the first one's update, and steps by moments.
@@ -399,18 +409,9 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
-    def main() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        with tiny_run(on(config_of(kind), **LAYOUTS[SELECTIVE])) as run:
-            run.train(1)
-            run.save(tmp_path)
-        found = []
-        for sizes in (LAYOUTS["pipeline 4"], LAYOUTS["tensor 2 x memory 4"]):
-            with tiny_run(on(config_of(kind), **sizes)) as run:
-                run.resume(tmp_path / "step_00000001")
-                found.append(run.train(1))
-        return found[0], found[1]
-
-    for steps in run_ranks(main, 4)[0]:
+    layouts = (LAYOUTS["pipeline 4"], LAYOUTS["tensor 2 x memory 4"])
+    ranks = run_ranks(lambda: second_steps(config_of(kind), tmp_path, LAYOUTS[SELECTIVE], layouts), 4)
+    for steps in ranks[0]:
         for (loss, norm), (expected_loss, expected_norm) in zip(
             steps, trained["one rank"][kind][0].steps[1:], strict=True
         ):
@@ -438,18 +439,5 @@ def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[s
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
     """Ranks of a group that has one rank generate do so. Experts are refused there: they are split, too."""
     kinds = [kind for kind, memory in KINDS.items() if memory is not None and "experts" not in kind]
-
-    def main() -> int:
-        with joined(on(config_of("move"), memory=2)) as groups:
-            for kind in kinds:
-                (model,) = build(on(config_of(kind), memory=2), groups).bare
-                announce_tokens(model.banks.values(), (5, 0))
-                with torch.no_grad():
-                    if groups.rank == 0:
-                        ids = torch.arange(5).unsqueeze(0)
-                        assert model(ids, ids, None).shape[:2] == (1, 5)
-                    else:
-                        model.serve_memory()
-        return len(kinds)
-
-    assert run_ranks(main, 2) == [len(kinds)] * 2
+    configs = [config_of(kind) for kind in kinds]
+    assert run_ranks(lambda: answers_without_a_token(configs), 2) == [len(kinds)] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from megamem.placement.sharing import SharingConfig
 from megamem.shards import walk_shards
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
+from parallel.sharded_bank import announce_tokens
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
@@ -268,6 +269,38 @@ def build(
         flops_per_token=1.0,
     )
     return TinyRun(run, bare, [random_batches(config, groups) for _ in chunks])
+
+
+def answers_without_a_token(configs: Sequence[RunConfig]) -> int:
+    """How many of the models, split over two ranks, are answered by a second rank that has no token, as where one rank of a
+    group generates."""
+    with joined(on(configs[0], memory=2)) as groups:
+        for config in configs:
+            (model,) = build(on(config, memory=2), groups).bare
+            announce_tokens(model.banks.values(), (5, 0))
+            with torch.no_grad():
+                if groups.rank == 0:
+                    ids = torch.arange(5).unsqueeze(0)
+                    assert model(ids, ids, None).shape[:2] == (1, 5)
+                else:
+                    model.serve_memory()
+    return len(configs)
+
+
+def second_steps(
+    config: RunConfig, folder: Path, saved_on: Mapping[str, Any], resumed_on: Sequence[Mapping[str, Any]]
+) -> list[list[tuple[float, float]]]:
+    """Loss and gradient norm of a run's second step on each of some layouts, all of them from the checkpoint that the first
+    step on another one left."""
+    with tiny_run(on(config, **saved_on)) as run:
+        run.train(1)
+        run.save(folder)
+    found = []
+    for sizes in resumed_on:
+        with tiny_run(on(config, **sizes)) as run:
+            run.resume(folder / "step_00000001")
+            found.append(run.train(1))
+    return found
 
 
 def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]:
