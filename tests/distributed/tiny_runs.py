@@ -272,8 +272,8 @@ def build(
 
 
 def answers_without_a_token(configs: Sequence[RunConfig]) -> int:
-    """How many of the models, split over two ranks, are answered by a second rank that has no token, as where one rank of a
-    group generates."""
+    """Number of models that answer on the first of two ranks, where the second has no token, as one rank of a group
+    generates."""
     with joined(on(configs[0], memory=2)) as groups:
         for config in configs:
             (model,) = build(on(config, memory=2), groups).bare

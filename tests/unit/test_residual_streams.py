@@ -288,21 +288,27 @@ def run_model(case: Case, memory: Memory | None = None) -> tuple[Tensor, dict[st
     return swapped(F.linear(last, weights["head.weight"])), middle
 
 
+def check_model(case: Case, memory: EngramOfStreams | None = None) -> None:
+    """Logits, what is recorded between, and every gradient of a whole model."""
+    out, middle = run_model(case, memory)
+    if case.dtype is torch.float64:
+        case.assert_recorded(middle)
+    between = {f"mid.{key}": value for key, value in middle.items() if f"grad.mid.{key}" in case.tensors}
+    for value in between.values():
+        value.retain_grad()
+    (out * case.tensors["r"].to(case.dtype)).sum().backward()
+    gradients = {key: swapped(value.grad) for key, value in between.items() if value.grad is not None}
+    gradients |= {} if memory is None else memory.gradients()
+    check(out, {**case.gradients(), **gradients}, case.tensors)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_two_blocks_compute_what_is_recorded(
     golden_dir: Path, name: str, dtype: torch.dtype, kernels: Kernels
 ) -> None:
     case = case_of(golden_dir, name, dtype, kernels)
-    out, middle = run_model(case)
-    if dtype is torch.float64:
-        case.assert_recorded(middle)
-    between = {f"mid.{key}": value for key, value in middle.items() if f"grad.mid.{key}" in case.tensors}
-    for value in between.values():
-        value.retain_grad()
-    (out * case.tensors["r"].to(dtype)).sum().backward()
-    of_between = {key: swapped(value.grad) for key, value in between.items() if value.grad is not None}
-    check(out, {**case.gradients(), **of_between}, case.tensors)
+    check_model(case)
 
 
 class EngramOfStreams:
@@ -414,16 +420,7 @@ def test_models_with_engram_compute_what_is_recorded(
 ) -> None:
     """A key, norms and a convolution per stream; the carried weights are those before the memory was added."""
     case = case_of(golden_dir, name, dtype, kernels)
-    memory = EngramOfStreams(case)
-    out, middle = run_model(case, memory)
-    if dtype is torch.float64:
-        case.assert_recorded(middle)
-    between = {f"mid.{key}": value for key, value in middle.items() if f"grad.mid.{key}" in case.tensors}
-    for value in between.values():
-        value.retain_grad()
-    (out * case.tensors["r"].to(dtype)).sum().backward()
-    of_between = {key: swapped(value.grad) for key, value in between.items() if value.grad is not None}
-    check(out, {**case.gradients(), **memory.gradients(), **of_between}, case.tensors)
+    check_model(case, EngramOfStreams(case))
 
 
 def test_every_recorded_case_is_tested(golden_dir: Path) -> None:
