@@ -52,6 +52,7 @@ class MemoryGPTModel(LanguageModule):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
+        memory_layers: this chunk's memory layers, in order.
         separate_documents: attention needs the documents' bounds.
         reads_tokens: this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for tokens,
             or documents are separate.
@@ -153,6 +154,9 @@ class MemoryGPTModel(LanguageModule):
                 # Transformer Engine's, of recipes for narrower numbers.
                 module.finish_init(None)
         self.layers = layers
+        # Asked for at every microbatch, and a walk over all modules costs the host a microsecond for each.
+        self._memory_sites = _sites_of(self.decoder)
+        self.memory_layers: list[MemoryLayer] = [site.memory for site in self._memory_sites]
         first_address = 0
         for layers_of_family in by_family(self.memory_layers):
             for place, layer in enumerate(layers_of_family):
@@ -358,18 +362,13 @@ class MemoryGPTModel(LanguageModule):
         return weight
 
     @property
-    def memory_layers(self) -> list[MemoryLayer]:
-        """This chunk's memory layers, in order."""
-        return [site.memory for site in self._memory_sites()]
-
-    @property
     def routers(self) -> list[Router]:
         """The routers of this chunk's mixtures of experts, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory_enabled(self, enabled: bool, name: str | None = None) -> None:
         """Switch the memory's output on or off, for ablation: in every block, or of the layer of a global name."""
-        for site in self._memory_sites():
+        for site in self._memory_sites:
             if name is None or site.memory.name == name:
                 site.memory_enabled = enabled
 
@@ -385,7 +384,7 @@ class MemoryGPTModel(LanguageModule):
         inputs = Inputs(self._packed(no_id, no_id, UNCUT))
         for read in self._joint_reads():
             inputs = Inputs(inputs.packed, read(inputs))
-        for site in self._memory_sites():
+        for site in self._memory_sites:
             if site.memory_enabled:
                 site.serve(no_token, inputs)
 
@@ -422,13 +421,14 @@ class MemoryGPTModel(LanguageModule):
         ]
         return torch.cat((packed, *(each for each in found if each is not None)))
 
-    def _memory_sites(self) -> list[MemorySite]:
-        """In the order of a forward pass, which ranks without a token follow."""
-        found: list[MemorySite] = []
-        for block in self.decoder.layers:
-            of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
-            found += sorted(of_block, key=lambda site: not site.is_at_entry)
-        return found
+
+def _sites_of(decoder: BlockStack) -> list[MemorySite]:
+    """Places of the memories of a chunk, in the order of a forward pass, which ranks without a token follow."""
+    found: list[MemorySite] = []
+    for block in decoder.layers:
+        of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
+        found += sorted(of_block, key=lambda site: not site.is_at_entry)
+    return found
 
 
 def _rotary(config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection) -> RotaryEmbedding:
