@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.machine.cpu import cuda_on_cpu, one_group_per_ranks
 from parallel.machine.devices import gpu_of
+from parallel.machine.network_threads import lower_network_threads
 from parallel.processes.failure_watch import failures_shared
 from parallel.processes.ranks import RankEnvironment, said_by_variables_alone
 
@@ -179,6 +180,7 @@ def initialise_groups(
         )
         megatron = ProcessGroupCollection.use_mpu_process_groups()
         table_columns = _column_group(sizes, megatron, timedelta(minutes=timeout_minutes))
+    lower_network_threads()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
         megatron=megatron,

@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -93,6 +94,23 @@ def test_axes_of_the_same_ranks_share_a_group_of_gloos(run_ranks: Any) -> None:
 
     # One of each rank, one of both, and the world.
     assert run_ranks(ranks_of_groups, 2) == [[[0], [0, 1], [0, 1], [1]]] * 2
+
+
+def test_threads_that_receive_leave_cores_to_others(run_ranks: Any) -> None:
+    def niceness() -> dict[bool, set[int]]:
+        found: dict[bool, set[int]] = {True: set(), False: set()}
+        with joined(on(SHARED, tensor=2)):
+            for task in Path("/proc/self/task").iterdir():
+                receives = (task / "comm").read_text().startswith("gloo_tcp")
+                found[receives].add(
+                    os.getpriority(os.PRIO_PROCESS, int(task.name)) - os.getpriority(os.PRIO_PROCESS, 0)
+                )
+        return found
+
+    for of_rank in run_ranks(niceness, 2):
+        (receiving,), others = of_rank[True], of_rank[False]
+        assert receiving > 0
+        assert others == {0}
 
 
 def test_groups_that_are_closed_leave_no_threads(run_ranks: Any) -> None:
