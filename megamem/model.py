@@ -72,6 +72,7 @@ class MemoryGPTModel(LanguageModule):
         has_loss: bool,
         padded_vocab_size: int,
         loss_chunk_tokens: int | None,
+        recompute_streams: int | None,
         separate_documents: bool,
         vp_stage: int | None,
         stage: Copy,
@@ -86,6 +87,7 @@ class MemoryGPTModel(LanguageModule):
             has_loss: the model ends with it.
             padded_vocab_size: rows of the embedding.
             loss_chunk_tokens: tokens whose logits the loss holds at a time (`pretrain.config.schema.TrainConfig`).
+            recompute_streams: blocks between which backward mixes residual streams again; None: it keeps those of every site.
             separate_documents: positions start anew at every document, and each chunk asks for them.
             vp_stage: index of the chunk on its rank; None without interleaving.
             stage: this rank's stage, of those of the pipeline.
@@ -132,6 +134,7 @@ class MemoryGPTModel(LanguageModule):
             final_layernorm=parts.norm,
             groups=groups,
             streams=model.residual_streams,
+            recompute_streams=recompute_streams,
             kernels=machinery.kernels,
             is_first=has_embedding,
             is_last=has_loss,

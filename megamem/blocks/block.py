@@ -26,6 +26,7 @@ from megamem.backbone.parts import BlockParts
 from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.inputs import Inputs
 from megamem.placement.block_plan import BlockPlan
+from megamem.residual_streams.recomputed import RecomputedStreams
 from megamem.residual_streams.site import OneStream, StreamSite
 
 
@@ -93,16 +94,21 @@ class Block(MegatronModule):
         if streams is not None:
             self.attention_streams, self.ffn_streams = streams
 
-    def forward(self, state: BlockState, inputs: Inputs) -> BlockState:
-        """The state behind the block, with outputs that join here."""
+    def forward(self, state: BlockState, inputs: Inputs, recomputed: RecomputedStreams | None = None) -> BlockState:
+        """The state behind the block, with outputs that join here.
+
+        Args:
+            recomputed: streams that backward mixes again; None: it keeps those of every site.
+        """
         own = inputs.share(self.tp_group) if self.config.sequence_parallel and self.plan.memories else inputs
         hidden = state.hidden if self.entry is None else self.entry(state.hidden, own)
-        site = self.attention_streams
+        sites = self.attention_streams, self.ffn_streams
+        site, ffn_site = sites if recomputed is None else recomputed.sites(*sites)
         read = site.read(hidden, state.carried)
         attended = self._attended(read.update, inputs)
         if self.plan.adds_attention:
             hidden = site.written(hidden, attended, read)
-            site = self.ffn_streams
+            site = ffn_site
             read = site.read(hidden, read.carried)
             normal = self.pre_mlp_layernorm(read.update)
         else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -25,6 +26,7 @@ from megamem.inputs import Inputs
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.make import make_end
 from megamem.residual_streams.message import as_message, from_message
+from megamem.residual_streams.recomputed import RecomputedStreams
 from megamem.residual_streams.site import started
 
 
@@ -46,6 +48,7 @@ class BlockStack(MegatronModule):
         final_layernorm: Callable[..., nn.Module],
         groups: ProcessGroupCollection,
         streams: ResidualStreamsConfig | None,
+        recompute_streams: int | None,
         kernels: Kernels,
         is_first: bool,
         is_last: bool,
@@ -54,12 +57,14 @@ class BlockStack(MegatronModule):
         Args:
             final_layernorm: makes the last norm.
             streams: settings of several residual streams; None: there is one.
+            recompute_streams: blocks between which backward mixes streams again; None: it keeps those of every site.
             kernels: kernels of what is done to the streams.
             is_first: the model begins with this chunk.
             is_last: the model ends with it.
         """
         super().__init__(config=config)
         self.streams, self.is_first, self.is_last = streams, is_first, is_last
+        self.recompute_streams, self._mix_streams = recompute_streams, kernels.mix_streams
         self.tp_group, self.first_recomputed = groups.tp, 0
         self.layers = nn.ModuleList(blocks)
         self.streams_end = make_end(config, streams, kernels) if is_last and streams is not None else None
@@ -79,14 +84,17 @@ class BlockStack(MegatronModule):
         """
         state = self._entered(hidden)
         recomputes = self.training and self.config.recompute_granularity == "full"
+        recomputed = None
+        if self.recompute_streams is not None and torch.is_grad_enabled():
+            recomputed = RecomputedStreams(self._mix_streams, self.recompute_streams)
         for index, block in enumerate(self.layers):
             assert isinstance(block, Block)
             if recomputes and index >= self.first_recomputed:
                 state = _recomputed(block, state, inputs)
             else:
-                state = block(state, inputs)
+                state = block(state, inputs, recomputed)
         assert not state.waiting
-        return self._left(state)
+        return self._left(state, recomputed)
 
     def _entered(self, hidden: Tensor) -> BlockState:
         """The state before the chunk's first block."""
@@ -94,7 +102,7 @@ class BlockStack(MegatronModule):
             return BlockState(hidden)
         return BlockState(*(started if self.is_first else from_message)(hidden, self.streams))
 
-    def _left(self, state: BlockState) -> Tensor:
+    def _left(self, state: BlockState, recomputed: RecomputedStreams | None) -> Tensor:
         """The chunk's output of the state behind its last block."""
         hidden = state.hidden
         if not self.is_last:
@@ -103,7 +111,8 @@ class BlockStack(MegatronModule):
             # Megatron's schedules tell what a chunk was given from what it returns.
             return hidden if len(self.layers) else hidden.clone()
         if self.streams_end is not None:
-            hidden = self.streams_end(hidden, state.carried)
+            given = hidden, state.carried
+            hidden = self.streams_end(*given) if recomputed is None else recomputed.read(self.streams_end, *given)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def sharded_state_dict(

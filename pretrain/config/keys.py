@@ -147,6 +147,10 @@ def _has_pre_values(run: RunConfig) -> bool:
     return any(memory.width("pre_values") > 0 for memory in run.model.memories)
 
 
+def _has_streams(run: RunConfig) -> bool:
+    return run.model.residual_streams is not None
+
+
 def _has_stages(run: RunConfig) -> bool:
     return run.stage is not None
 
@@ -173,6 +177,7 @@ _OF_MEMORY = (
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_split_parameters, "model.memory or model.moe is set"),
     *(CrossRule(key, _has_memory, "model.memory is set") for key in _OF_MEMORY),
+    CrossRule("train.recompute_streams", _has_streams, "model.residual_streams is set"),
     CrossRule("optimizer.schedule_from", _has_stages, "the run has stages"),
     CrossRule(
         "optimizer.value_lr_from",

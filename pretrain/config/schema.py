@@ -132,6 +132,11 @@ class TrainConfig(Config):
     instructions for matrices of bf16 take products in fp32 (`megamem doctor`)."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
+    recompute_streams: Annotated[
+        PositiveInt | None, EffectiveWhen(lambda c: c.recompute != "full", "train.recompute is none or selective")
+    ] = None
+    """Blocks whose residual streams are kept once, before the first of them; backward mixes those between again, of outputs
+    of attention and feed-forwards that it keeps anyway. null: streams are kept at every site."""
     loss_chunk_tokens: PositiveInt | None = 8192
     """Tokens whose logits exist at a time, of a microbatch on its tensor-parallel ranks. A microbatch with more
     computes its loss in chunks of so many, and each chunk's logits once more in backward; null: always all at once."""

@@ -117,6 +117,7 @@ def build_unset_chunks(
             has_loss=chunk.has_loss,
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             loss_chunk_tokens=config.train.loss_chunk_tokens,
+            recompute_streams=config.train.recompute_streams,
             separate_documents=config.data.documents == "separate",
             vp_stage=index if layout.virtual_pipeline > 1 else None,
             stage=Copy(groups.pipeline_rank, layout.pipeline),

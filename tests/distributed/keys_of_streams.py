@@ -1,15 +1,18 @@
-"""Effects of the keys under `model.residual_streams`: sites, the weights that they find, and the end."""
+"""Effects of the keys under `model.residual_streams`: sites, the weights that they find, and the end; and of
+`train.recompute_streams`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from keys_table import Subject, Table, rms, same, with_model
 from torch import Tensor
 
+from kernels.mix_streams import op
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.mhc import MhcSite
 
@@ -127,3 +130,21 @@ def _(base: Subject, second: Subject) -> None:
     gone = names_below(base, SITE) - names_below(second, SITE)
     assert gone == {"norm_gain", "norm_bias", "alpha_map", "beta_map", "alpha_scale", "beta_scale"}
     assert all(torch.equal(weight, base.weights[name]) for name, weight in second.weights.items())
+
+
+def mixes_per_step(subject: Subject) -> int:
+    """Calls of the kernel that mixes streams, in a step of two microbatches."""
+    run = subject.build()
+    with patch.object(op, "_mixed", wraps=op._mixed) as mixed:
+        run.train(1)
+    return mixed.call_count
+
+
+@STREAMS.key("train.recompute_streams", 1, with_streams())
+def _(base: Subject, second: Subject) -> None:
+    """Two sites of two blocks; backward mixes again what each feed-forward reads, and the end. The same bits."""
+    assert (mixes_per_step(base), mixes_per_step(second)) == (2 * 4, 2 * (4 + 2 + 1))
+    for before, after in zip(base.steps, second.steps, strict=True):
+        assert (before.loss, before.norm) == (after.loss, after.norm)
+        assert all(torch.equal(before.gradients[name], gradient) for name, gradient in after.gradients.items())
+        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())

@@ -19,6 +19,7 @@ from megamem.config import MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.engine.microbatch_graph import Capture, MicrobatchGraph, Work
@@ -44,6 +45,10 @@ CASES: dict[str, RunConfig] = {
         SHARED, tucker_penalty_weight=0.1, tucker_penalty_margin=0.01, key_balance_weight=0.2
     ),
     "further tokens": with_model(PRIVATE, multi_token_prediction=MultiTokenConfig(depth=2)),
+    "streams, mixed again": replace(
+        with_model(SHARED, num_layers=2, residual_streams=ResidualStreamsConfig(count=2, iterations=1)),
+        train=replace(SHARED.train, sequence_length=8, recompute_streams=2),
+    ),
     "loss in chunks": replace(SHARED, train=replace(SHARED.train, loss_chunk_tokens=15)),
     "split tables": replace(SHARED, parallel=ParallelConfig(memory=2, overlap_memory=False)),
     "Memory+": with_model(SHARED, memory=MemoryPlusConfig(num_keys=12, key_dim=8, value_dim=32, top_k=4)),

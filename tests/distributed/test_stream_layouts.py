@@ -34,7 +34,13 @@ STREAMS = {
 }
 # Chunks of two blocks, for what ties two together.
 IN_PAIRS = "tensor 2 x pipeline 2, recomputed"
-LAYOUTS = TOKEN_LAYOUTS | {IN_PAIRS: {"tensor": 2, "pipeline": 2, "recompute": "full"}}
+MIXED_AGAIN = "tensor 2 x pipeline 2, streams mixed again"
+LAYOUTS = TOKEN_LAYOUTS | {
+    IN_PAIRS: {"tensor": 2, "pipeline": 2, "recompute": "full"},
+    MIXED_AGAIN: {"tensor": 2, "pipeline": 2, "recompute_streams": 2, "micro_batch_size": 2},
+    # Chunks of one block, of which two are on a stage.
+    SELECTIVE: TOKEN_LAYOUTS[SELECTIVE] | {"recompute_streams": 1},
+}
 # 1e-5 as everywhere; maps of streams add some roundings of their own.
 TOLERANCE = 2e-5
 PLE = EngramConfig(
@@ -97,6 +103,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     FULL: ("mhc", "single pass, engram", "single pass, ngram embedding", "gated, residual n-grams"),
     SELECTIVE: EVERYWHERE,
     IN_PAIRS: ("mhc", "single pass, learned keys that join later", "plain, one query"),
+    MIXED_AGAIN: ("single pass, learned keys that join later", "gated, ple, muon", "plain, one query"),
     HALOS: (*EVERYWHERE, "single pass, ngram embedding", "gated, residual n-grams", "mhc"),
     "pipeline 4": ("mhc", "single pass, engram", "gated, ple, muon", "static, in place of feed-forwards"),
 }
@@ -128,7 +135,7 @@ def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
                 }
         return found
 
-    alone = run_ranks(lambda: main({"one rank": {}, "again": {}}), 1)[0]
+    alone = run_ranks(lambda: main({"one rank": {}, "again": {"recompute_streams": 3}}), 1)[0]
     by_rank = run_ranks(lambda: main({layout: LAYOUTS[layout] for layout in TRIED}), 4, timeout_s=600)
     together = {
         layout: {name: [of_rank[layout][name] for of_rank in by_rank] for name in names}
@@ -157,6 +164,7 @@ def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], name: str, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_runs_repeat_to_the_bit(trained: dict[str, Any], name: str) -> None:
+    """Streams are kept in the first one, and in the second mixed again."""
     (alone,), (again,) = trained["one rank"][name], trained["again"][name]
     assert alone.steps == again.steps
     assert all(torch.equal(one[-1], other[-1]) for one, other in zip(alone.weights, again.weights, strict=True))

@@ -187,6 +187,7 @@ def on(
     memory_rows: int = 1,
     micro_batch_size: int = 4,
     recompute: Literal["none", "full", "selective"] = "none",
+    recompute_streams: int | None = None,
 ) -> RunConfig:
     """The run on another layout."""
     return replace(
@@ -199,7 +200,12 @@ def on(
             memory=memory,
             memory_rows=memory_rows,
         ),
-        train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
+        train=replace(
+            config.train,
+            micro_batch_size=micro_batch_size,
+            recompute=recompute,
+            recompute_streams=recompute_streams,
+        ),
     )
 
 

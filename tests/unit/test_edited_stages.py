@@ -38,7 +38,7 @@ def written(path: Path, *overrides: str) -> tuple[Any, ...]:
 RUNS = (
     *("name", "parallel", "evaluation", "checkpoint", "logging", "health"),
     *(f"train.{key}" for key in ("micro_batch_size", "recompute", "loss_chunk_tokens", "deterministic", "apex")),
-    *(f"train.{key}" for key in ("max_skipped_steps", "cuda_graph", "kernels")),
+    *(f"train.{key}" for key in ("recompute_streams", "max_skipped_steps", "cuda_graph", "kernels")),
     *("data.num_workers", "data.allow_change", "optimizer.value_offload", "model.implementation"),
 )
 """Keys and sections that a stage may have otherwise when it is trained."""

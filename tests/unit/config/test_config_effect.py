@@ -116,6 +116,20 @@ def test_conditions_on_another_section(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("recompute", "model", "reason"),
+    [
+        ("none", "{}", "model.residual_streams is set"),
+        ("full", "{residual_streams: {}}", "train.recompute is none or selective"),
+    ],
+)
+def test_streams_are_mixed_again_where_sites_keep_some(tmp_path: Path, recompute: str, model: str, reason: str) -> None:
+    path = write(tmp_path, "a.yaml", f"model: {model}\ntrain: {{recompute: {recompute}, recompute_streams: 2}}")
+    assert f"train.recompute_streams has no effect unless {reason}: {SUFFIX}" in refusal(path)
+    config = load_config(path, ["model.residual_streams={count: 2}", "train.recompute=selective"])
+    assert config.train.recompute_streams == 2
+
+
+@pytest.mark.parametrize(
     ("memory", "key", "reason"),
     [
         ("kind: pkm, value_dim: 128, tucker_rank: 2", "tucker_rank", "kind is ultramem_v2 or ultramem"),

@@ -184,6 +184,7 @@ LIMITS = [
     *above_zero("parallel.timeout_minutes"),
     # train
     *at_least(1, "train.num_steps", "train.sequence_length", "train.loss_chunk_tokens", "train.max_skipped_steps"),
+    *at_least(1, "train.recompute_streams", model__residual_streams__count=2),
     *at_least(1, "train.global_batch_size", "train.micro_batch_size", train__micro_batch_size=1),
     *at_least(1, "train.batch_ramp.start_size", "train.batch_ramp.increment", train__micro_batch_size=1),
     *at_most(31, "train.batch_ramp.start_size", train__micro_batch_size=1, train__global_batch_size=32),
