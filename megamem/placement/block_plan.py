@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megamem.config import ModelConfig
-from megamem.placement.slots import BESIDE, Slot
+from megamem.placement.slots import BESIDE, ENTRY, Slot
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class BlockPlan:
     def splits_latents(self) -> bool:
         """True if latent attention projects the latents of keys and those of values apart."""
         return any(slot.splits_latents for slot in self.slots)
+
+    @property
+    def has_memory_at_entry(self) -> bool:
+        """True if a memory stands before its attention."""
+        return any(slot.module == ENTRY.module for slot in self.slots)
 
     @property
     def has_memory_in_attention(self) -> bool:

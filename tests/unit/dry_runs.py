@@ -261,6 +261,11 @@ STREAMS["streams, recomputed"] = replace(
     train=replace(INTERLEAVED.train, recompute="full"),
 )
 STREAMS["streams, plain, recomputed"] = replace(STREAMS["streams, recomputed"], model=STREAMS["streams, plain"].model)
+STREAMS["streams, mixed again"] = replace(
+    STREAMS["streams, recomputed"],
+    model=replace(STREAMS["streams, single_pass"].model, num_layers=8),
+    train=replace(INTERLEAVED.train, recompute_streams=2),
+)
 STREAMS["streams, looking back"] = replace(
     LOOKING_BACK, model=replace(LOOKING_BACK.model, residual_streams=ResidualStreamsConfig())
 )

@@ -148,6 +148,30 @@ def test_gradients_of_rows_have_the_layouts_that_they_can_have(rows: bool) -> No
     assert {1, 2, 4, 8} <= replicas
 
 
+def test_layouts_of_several_streams_mix_them_again_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = REPOSITORY / "configs" / "engram" / "v4_1_flash.yaml"
+    config = load_config(path)
+    found = estimates_of(config, 256, H100)
+    assert {(each.config.train.recompute, each.config.train.recompute_streams) for each in found} == {
+        *(("none", blocks) for blocks in (None, 2, 4)),
+        ("full", None),
+    }
+    for each in found:
+        assert ("train.recompute_streams" in each.overrides) == (each.config.train.recompute == "none")
+    at_every_site, of_two_blocks = (
+        next(e for e in found if e.config.train == replace(config.train, recompute="none", recompute_streams=blocks))
+        for blocks in (None, 2)
+    )
+    assert of_two_blocks.predicted_bytes < at_every_site.predicted_bytes
+    assert at_every_site.time.total_s < of_two_blocks.time.total_s < 1.03 * at_every_site.time.total_s
+    target = tmp_path / "best.yaml"
+    assert cli.main(["plan", str(path), "--gpus", "256", "--gpu", "h100-80g", "--write", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"days  streams of\n", out)
+    assert {"a site", "2 blocks", "4 blocks"} <= set(re.findall(r"(a site|[24] blocks)$", out, re.MULTILINE))
+    assert load_config(target).train.recompute_streams in (2, 4)
+
+
 def test_layouts_keep_to_the_rules_and_differ() -> None:
     layouts = list(possible_layouts(load_config(LARGE), 64, H100))
     assert len(set(layouts)) == len(layouts)

@@ -25,10 +25,16 @@ from megamem.backbone.parts import BlockParts
 from megamem.blocks.block import Block
 from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.blocks.stack import BlockStack
+from megamem.config import ModelConfig
+from megamem.families.engram.config import EngramConfig
 from megamem.inputs import Inputs
 from megamem.placement.block_plan import PLAIN
+from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.make import make_site
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.planning.costs.kept_streams import KeptStreams, kept_streams
+from pretrain.planning.costs.pipeline_stages import stages_of
 
 TOKENS, SEQUENCES, WIDTH = 6, 2, 16
 NUM_BLOCKS, WITH_ENTRY, READS_LATER, JOINED = 5, 2, 1, 3
@@ -293,3 +299,40 @@ def test_blocks_below_those_that_are_trained_keep_nothing(kind: str, first_train
     # Those before the first trained block, and before a memory in one.
     assert mixes.num_alive == 1 + (first_trained < WITH_ENTRY)
     del out
+
+
+PLANNED = RunConfig(
+    model=ModelConfig(
+        num_layers=NUM_BLOCKS,
+        memory=EngramConfig(placement=PlacementConfig(blocks=(WITH_ENTRY,))),
+        residual_streams=ResidualStreamsConfig(),
+    )
+)
+
+
+# Kept are the streams that all begin as, those behind the memory, and those between other chains. Nothing joins later here.
+@pytest.mark.parametrize(
+    ("num_blocks", "kept", "again", "at_once"),
+    [(None, 10, 0, 0), (1, 5, 5 + 1, 1), (2, 3, 7 + 1, 1), (3, 2, 8 + 1, 5), (9, 2, 8 + 1, 5)],
+)
+def test_plans_count_what_is_kept_and_what_is_mixed_again(
+    num_blocks: int | None, kept: int, again: int, at_once: int
+) -> None:
+    config = replace(PLANNED, train=TrainConfig(recompute_streams=num_blocks))
+    assert kept_streams(config, stages_of(config)[0]) == KeptStreams(kept / NUM_BLOCKS, again, at_once)
+    one_stream = replace(config, model=replace(config.model, residual_streams=None))
+    assert kept_streams(one_stream, stages_of(one_stream)[0]) == KeptStreams(0.0)
+
+
+def test_plans_begin_chains_with_stages_and_what_is_trained() -> None:
+    config = replace(PLANNED, train=TrainConfig(recompute_streams=3))
+    config = replace(config, parallel=ParallelConfig(pipeline=2, pipeline_layout="Ettt|ttL"))
+    assert [kept_streams(config, stage) for stage in stages_of(config)] == [
+        KeptStreams(2 / 3, 3 + 1, 1),
+        KeptStreams(1 / 2, 3 + 1, 3),
+    ]
+    of_upper = replace(config, optimizer=OptimizerConfig(trained_layers=(5,)))
+    assert [kept_streams(of_upper, stage) for stage in stages_of(of_upper)] == [
+        KeptStreams(2.0),
+        KeptStreams(1.0, 1 + 1, 1),
+    ]

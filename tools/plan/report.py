@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pretrain.config.schema import TrainConfig
 from pretrain.config.source import dump_inline
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
@@ -36,9 +37,10 @@ _WIDTHS = (4, 4, 4, 4, 6, 5, 3, 6, 10, 8, 7, 8, 12, 7, 7)
 def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[str]:
     """The layouts, a line each, with what dry runs counted of some."""
     counted = any(each.counted_bytes is not None for each in found)
+    has_streams = any(each.config.model.residual_streams is not None for each in found)
     yield f"{num_found:,} layouts on {num_gpus} GPUs; the fastest that fit:"
     heads = "".join(f"{head:>{width}}" for head, width in zip(_HEAD, _WIDTHS, strict=True))
-    yield heads + (f"{'counted GB':>12}" if counted else "")
+    yield heads + (f"{'streams of':>12}" if has_streams else "") + (f"{'counted GB':>12}" if counted else "")
     for each in found:
         layout, train, time = each.config.parallel, each.config.train, each.time
         cells = (
@@ -59,7 +61,14 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
             f"{each.days:.1f}",
         )
         line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        line += f"{_kept_streams(train):>12}" if has_streams else ""
         yield line if each.counted_bytes is None else f"{line}{each.counted_bytes / 1e9:>12.1f}"
+
+
+def _kept_streams(train: TrainConfig) -> str:
+    """Part of the model for which residual streams are kept once."""
+    blocks = 1 if train.recompute == "full" else train.recompute_streams
+    return "a site" if blocks is None else "a block" if blocks == 1 else f"{blocks} blocks"
 
 
 def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:

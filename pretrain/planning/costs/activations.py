@@ -17,11 +17,12 @@ from pretrain.planning.costs.block_kept import (
 )
 from pretrain.planning.costs.block_passing import Passing, block_passing
 from pretrain.planning.costs.branch import kept_around_branch
+from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_read_rows
-from pretrain.planning.costs.residual_streams import end_kept, received_bytes, state_bytes
+from pretrain.planning.costs.residual_streams import end_kept, received_bytes, state_bytes, streams_bytes
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
@@ -71,15 +72,17 @@ def activations(
             # One core's forward pass again, with its outputs, for its backward pass.
             outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
             block = {MemoryPart.ATTENTION: core_kept(config, tokens) + outputs}
+        again = kept_streams(config, stage).at_once * tokens * streams_bytes(model, element)
+        block = merged(block, {MemoryPart.RESIDUAL: float(again)})
     num_receiving = sum(not chunk.has_embedding for chunk in stage.chunks)
     received = flights * num_receiving / len(stage.chunks) * tokens * received_bytes(model, element)
     waiting = merged(waiting, {MemoryPart.RESIDUAL: received})
     waiting = merged(waiting, {MemoryPart.LOSS: kept_around_branch(config, stage.branch_blocks, tokens)})
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
+        of_end = end_kept(model, element, keeps_streams=train.recompute_streams is None)
         at_loss = {
-            MemoryPart.RESIDUAL: tokens
-            * (norm_bytes(element, trained=stage.trains_all) * model.hidden_size + end_kept(model, element)),
+            MemoryPart.RESIDUAL: tokens * (norm_bytes(element, trained=stage.trains_all) * model.hidden_size + of_end),
             MemoryPart.LOSS: loss_bytes(config, stage, division.loss_tokens, on_gpu=on_gpu),
         }
         if division.num_microbatches > 1:

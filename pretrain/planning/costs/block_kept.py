@@ -13,10 +13,11 @@ from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_kept
+from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Blocks, FamilyInStage, Stage
 from pretrain.planning.costs.read_rows import vectors_are_joined
-from pretrain.planning.costs.residual_streams import sites_kept
+from pretrain.planning.costs.residual_streams import sites_kept, streams_bytes
 
 
 def block_kept(
@@ -37,8 +38,9 @@ def block_kept(
     norms = trained.norms * norm_bytes(element) + (blocks.norms - trained.norms) * norm_bytes(element, trained=False)
     ffns = trained.ffns * _ffn_kept(model, tokens, element)
     ffns += (blocks.ffns - trained.ffns) * _ffn_kept(model, tokens, element, trained=False)
+    of_sites = sites_kept(model, element) + kept_streams(config, stage).per_block * streams_bytes(model, element)
     parts = {
-        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size + tokens * sites_kept(model, element)),
+        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size + tokens * of_sites),
         MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
         MemoryPart.FEED_FORWARD: share * ffns,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.pipeline_stages import Blocks, Stage
 from pretrain.planning.costs.read_rows import has_scales
 from pretrain.planning.costs.rows import num_additions
@@ -69,7 +70,8 @@ def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> fl
     of_blocks = blocks.num * (
         LAUNCHES_DENSE[way] + launches_across_ranks(config, way) + _launches_of_sites(config, way)
     )
-    return of_blocks + blocks.ffns * of_experts + share * memories
+    mixed_again = way * kept_streams(config, stage).mixed_again * blocks.num / max(1, stage.backward.num)
+    return of_blocks + blocks.ffns * of_experts + share * memories + mixed_again
 
 
 def _launches_of_sites(config: RunConfig, way: int) -> int:

@@ -25,6 +25,8 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 # More parts of rows move less still, but the fullest part's share of skewed reads grows with their number.
 _ROW_PARTS = (1, 2, 4)
 _MOST_VIRTUAL = 8
+_STREAMS_OF_BLOCKS = (None, 2, 4)
+"""Blocks whose residual streams are kept once, of those that are tried."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Estimate:
             "parallel.memory": layout.memory,
             "train.micro_batch_size": train.micro_batch_size,
             "train.recompute": train.recompute,
+            "train.recompute_streams": train.recompute_streams,
         }
         if layout.memory > 1 and self.config.model.memory is not None:
             keys["parallel.memory_rows"] = layout.memory_rows
@@ -155,14 +158,18 @@ def _variants(config: RunConfig) -> Iterator[RunConfig]:
     recomputes: tuple[Literal["none", "selective", "full"], ...] = (
         ("none", "selective", "full") if selective else ("none", "full")
     )
+    of_blocks = dict.fromkeys((*_STREAMS_OF_BLOCKS, config.train.recompute_streams))
+    ways = [
+        (recompute, most)
+        for recompute in recomputes
+        for most in of_blocks
+        if most is None or (recompute != "full" and config.model.residual_streams is not None)
+    ]
     for size in sorted({*_MICRO_BATCHES, config.train.micro_batch_size}):
-        for recompute in recomputes:
+        for recompute, most in ways:
             for offload in offloads:
-                yield replace(
-                    config,
-                    train=replace(config.train, micro_batch_size=size, recompute=recompute),
-                    optimizer=replace(config.optimizer, value_offload=offload),
-                )
+                train = replace(config.train, micro_batch_size=size, recompute=recompute, recompute_streams=most)
+                yield replace(config, train=train, optimizer=replace(config.optimizer, value_offload=offload))
 
 
 _WORTH = 1.05

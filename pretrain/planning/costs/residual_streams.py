@@ -77,11 +77,16 @@ def state_bytes(model: ModelConfig, element: int) -> int:
     return element * model.hidden_size if streams is None else streams.message_bytes(model.hidden_size, element)
 
 
-def sites_kept(model: ModelConfig, element: int) -> float:
-    """Bytes per token that backward needs of a block's sites, besides the inputs of its branches' norms.
+def streams_bytes(model: ModelConfig, element: int) -> int:
+    """Bytes per token of the streams of a site."""
+    return element * (model.num_streams or 0) * model.hidden_size
 
-    They are the streams, the output that is written into them, and weights in fp32. Gates keep normalised streams and
-    logits, too, and two narrow vectors; their branches have no norm and keep what they read.
+
+def sites_kept(model: ModelConfig, element: int) -> float:
+    """Bytes per token that backward needs of a block's sites, besides streams and the inputs of its branches' norms.
+
+    They are the output that is written into streams, and weights in fp32. Gates keep normalised streams and logits, too,
+    and two narrow vectors; their branches have no norm and keep what they read.
     """
     streams = model.residual_streams
     if streams is None:
@@ -90,30 +95,34 @@ def sites_kept(model: ModelConfig, element: int) -> float:
     match streams.kind:
         case "mhc" | "single_pass":
             # Products and their scale, the logits of the mix, three pairs of weights, and the mix.
-            narrow, wide = n * hidden, (n * n + 2 * n) + 1 + 4 * n + 2 * n * n
+            narrow, wide = 0, (n * n + 2 * n) + 1 + 4 * n + 2 * n * n
         case "gated":
-            narrow, wide = 3 * n * hidden + 2 * streams.rank + hidden, 3 * n
+            narrow, wide = 2 * n * hidden + 2 * streams.rank + hidden, 3 * n
         case "plain":
-            narrow, wide = n * hidden, 0
+            narrow, wide = 0, 0
             if streams.dynamic:
                 maps = n * (n + 2)
                 wide = n + 2 * maps + n * (n + 1) + n
     return SITES_PER_BLOCK * float(element * (narrow + hidden) + _WIDE * wide)
 
 
-def end_kept(model: ModelConfig, element: int) -> float:
-    """Bytes per token that backward needs behind the last block, besides the input of the last norm."""
+def end_kept(model: ModelConfig, element: int, *, keeps_streams: bool) -> float:
+    """Bytes per token that backward needs behind the last block, besides the input of the last norm.
+
+    Args:
+        keeps_streams: streams behind the last block are kept, and not mixed again.
+    """
     streams = model.residual_streams
     if streams is None:
         return 0.0
     n, hidden = streams.count, model.hidden_size
     match streams.kind:
         case "mhc":
-            return float(element * n * hidden + _WIDE * (3 * n + 1))
+            return float(element * keeps_streams * n * hidden + _WIDE * (3 * n + 1))
         case "single_pass":
-            return float(element * n * hidden)
+            return float(element * keeps_streams * n * hidden)
         case "gated":
-            return float(element * (3 * n * hidden + 2 * streams.rank) + _WIDE * n)
+            return float(element * ((2 + keeps_streams) * n * hidden + 2 * streams.rank) + _WIDE * n)
         case "plain":
             return 0.0
 

@@ -33,6 +33,7 @@ from pretrain.planning.costs.branch import branch_projection
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
 from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
@@ -235,6 +236,9 @@ def _elementwise_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
         return of_norms + sums + blocks.num * heads * model.attention_head_dim + blocks.ffns * of_ffn
 
     passed = columns(stage.blocks, 0) + (forwards - 1) * columns(stage.backward, 0) + columns(stage.backward, 1)
+    if model.num_streams is not None:
+        # Streams before, those after, and an output.
+        passed += kept_streams(config, stage).mixed_again * (2 * model.num_streams + 1) * model.hidden_size
     return tokens * element * passed + 14 * trained_dense(config, stage)
 
 

@@ -68,8 +68,13 @@ def _fullest(config: RunConfig, num_ranks: int) -> StageBytes:
 def _savings(config: RunConfig, num_ranks: int) -> Iterator[tuple[float, str]]:
     """Bytes of a rank that single changes save, of those that can run."""
     train, layout = config.train, config.parallel
+    keeps_streams = config.model.residual_streams is not None and train.recompute_streams is None
     changes = (
-        ("train.recompute=full", replace(config, train=replace(train, recompute="full"))),
+        ("train.recompute=full", replace(config, train=replace(train, recompute="full", recompute_streams=None))),
+        *(
+            (f"train.recompute_streams={blocks}", replace(config, train=replace(train, recompute_streams=blocks)))
+            for blocks in ([2] if keeps_streams and train.recompute != "full" else [])
+        ),
         *(
             (f"train.micro_batch_size={half}", replace(config, train=replace(train, micro_batch_size=half)))
             for half in [train.micro_batch_size // 2]
