@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import repeat
 from typing import Any
@@ -44,6 +45,9 @@ from pretrain.planning.dryrun.parts import MemoryPart
 from pretrain.planning.dryrun.recorder import Recorder, Snapshot
 from pretrain.planning.dryrun.tables import NO_SAMPLES, DryReads
 from pretrain.planning.dryrun.world import fake_rank, without_data
+
+# Megatron's schedules import it in the first step of a process, where its constant would count as a kernel.
+import_module("megatron.core.transformer.multi_token_prediction")
 
 
 @dataclass(frozen=True)
