@@ -51,6 +51,7 @@ LATENTS = LatentAttentionConfig(latent_dim=12, rotary_dim=4)
 QUERIES_TOO = replace(LATENTS, query_latent_dim=20)
 OF_HEADS: Any = {"num_heads": 2, "value_dim": 8, "gate_channels": 7}
 OF_LATENTS: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 12, "num_gate_heads": 4}
+EVERY_BLOCK = PlacementConfig()
 NGRAMS = EngramConfig(value_dim=8, heads_per_order=2, rows_per_head=29, placement=PlacementConfig(every=2))
 KINDS: dict[str, MemoryConfig | None] = {
     "move": MoveConfig(num_slots=3, **VALUES),
@@ -140,13 +141,62 @@ KINDS: dict[str, MemoryConfig | None] = {
         vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, placement=PlacementConfig(blocks=(1, 2))
     ),
     "latents without a memory": None,
-    "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
+    "latents, of queries too, move": MoveConfig(
+        num_slots=2, mixed_into="latents", placement=PlacementConfig(blocks=(1, 2)), **OF_LATENTS
+    ),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
     "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
     "latents, engram": replace(NGRAMS, projection_biases=False),
     "latents, move, no rotary columns": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, lave": LaveConfig(mixed_into="latents", placement=PlacementConfig(every=2), **OF_LATENTS),
 }
+
+TOGETHER: dict[str, tuple[tuple[str, PlacementConfig | None], tuple[str, PlacementConfig | None]]] = {
+    "stem beside ngram embedding": (("ngram embedding", None), ("stem", None)),
+    "mome beside value n-grams": (
+        ("value n-grams", PlacementConfig(blocks=(1, 2))),
+        ("mome", PlacementConfig(blocks=(0, 3))),
+    ),
+    "tide in blocks of move by n-grams": (("move by n-grams", None), ("tide", None)),
+    "tide, no gain, in blocks of mome by n-grams": (
+        ("mome by n-grams, routed by values", None),
+        ("tide, no gain, every second block", PlacementConfig(blocks=(1, 2))),
+    ),
+    "move, ungated, beside value n-grams, documents apart": (
+        ("value n-grams, one head of two, documents apart", PlacementConfig(blocks=(1, 2))),
+        ("move, ungated", PlacementConfig(blocks=(0, 3))),
+    ),
+    "tide by n-grams in blocks of lave": (("tide by n-grams", PlacementConfig(blocks=(1, 2))), ("lave", EVERY_BLOCK)),
+    "latents, lave in blocks of engram": (("latents, engram", None), ("latents, lave", None)),
+    "gated move beside value n-grams, one key/value head": (
+        ("value n-grams, one key/value head", PlacementConfig(blocks=(1, 2))),
+        ("move, one key/value head, gated", PlacementConfig(blocks=(0, 3))),
+    ),
+    "mome routed by values beside move, one key/value head": (
+        ("mome routed by values, one key/value head", PlacementConfig(blocks=(1, 2))),
+        ("move, one key/value head", PlacementConfig(blocks=(0, 3))),
+    ),
+    "stem by n-grams in blocks of mome, one key/value head": (
+        ("stem by n-grams", None),
+        ("mome, one key/value head", None),
+    ),
+}
+"""Two kinds in one model, each with its blocks, where None are its own: one of ids and one of n-grams know nothing of each
+other but the residual stream, and a weight's name tells which of them is wrong. Every stage has a layer of each that all of them hold."""
+STANDS_FOR: dict[str, tuple[str, ...]] = {
+    "move in blocks of engram": ("move", "engram"),
+    "lave in blocks of residuals": ("lave", "residual n-grams"),
+    # Its other half are blocks that have none.
+    "latents, of queries too, move": ("latents without a memory",),
+    "tide by n-grams in blocks of lave": ("tide in blocks of lave", "tide by n-grams"),
+    # Experts of every block but those with learned keys, beside n-grams and without.
+    "engram beside learned keys, experts": ("engram beside experts",),
+} | {
+    name: (one, other)
+    for name, ((one, _), (other, _)) in TOGETHER.items()
+    if name != "tide by n-grams in blocks of lave"
+}
+"""Kinds that a model has or differs from in nothing that a layout could show."""
 
 HALOS = "tensor 2 x context 2 x memory 2, recomputed"
 FULL = "pipeline 2 x virtual 2, recomputed"
@@ -155,15 +205,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2 x memory 4": {"tensor": 2, "memory": 4},
     "tensor 4": {"tensor": 4},
     "context 2 x memory 2": {"context": 2, "memory": 2},
+    # More microbatches than stages: the interleaved schedule has a steady phase only then.
     FULL: {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1, "recompute": "full"},
-    SELECTIVE: {
-        "tensor": 2,
-        "pipeline": 2,
-        "virtual_pipeline": 2,
-        "memory": 2,
-        "micro_batch_size": 2,
-        "recompute": "selective",
-    },
+    SELECTIVE: {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "memory": 2, "recompute": "selective"},
     "pipeline 4": {"pipeline": 4, "micro_batch_size": 2},
     HALOS: {"tensor": 2, "context": 2, "memory": 2, "recompute": "full"},
 }
@@ -183,87 +227,68 @@ EVERYWHERE = (
     "residual n-grams",
     "mome",
 )
-BY_ROW = ("tide", "latents, move")
+OF_EVERYWHERE = (
+    "move in blocks of engram",
+    "lave in blocks of residuals",
+    "stem beside ngram embedding",
+    "mome beside value n-grams",
+    "tide in blocks of move by n-grams",
+    "latents, move",
+    "engram beside learned keys",
+)
+"""Models that have them."""
+BY_ROW = ("tide", "tide in blocks of move by n-grams", "latents, move")
 """Kinds whose tables are updated by row: read by every block of a chunk at once, and copied on every stage."""
 TRIED: dict[str, tuple[str, ...]] = {
     "tensor 2 x memory 4": (
-        "move",
-        "engram",
+        "move in blocks of engram",
         "residual n-grams without signs, every second block",
-        "mome by n-grams, routed by values",
-        "tide, no gain, every second block",
         "lave in blocks of learned keys",
     ),
     "tensor 4": (
-        "stem by n-grams",
-        "mome, one key/value head",
-        "mome routed by values, one key/value head",
-        "value n-grams, one key/value head",
+        "gated move beside value n-grams, one key/value head",
+        "mome routed by values beside move, one key/value head",
+        "stem by n-grams in blocks of mome, one key/value head",
         "lave by n-grams, documents apart",
-        "tide by n-grams",
-        "move",
-        "move, one key/value head",
-        "move, one key/value head, gated",
-        "latents without a memory",
+        "tide by n-grams in blocks of lave",
         "latents, of queries too, move",
-        "latents, move",
         "latents, move for values alone",
         "engram, ple",
-        "engram beside experts",
         "move in blocks of engram",
         "lave in blocks of stem",
     ),
     "context 2 x memory 2": (
-        "mome",
-        "latents, move",
-        "value n-grams, one head of two, documents apart",
-        "latents, engram",
-        "move, ungated",
-        "tide, no gain, every second block",
+        "move, ungated, beside value n-grams, documents apart",
         "latents, move for values alone",
         "latents, move, no rotary columns",
-        "latents, lave",
+        "latents, lave in blocks of engram",
     ),
     FULL: (
         "lave in blocks of residuals",
-        "tide in blocks of lave",
-        "lave",
-        "tide",
-        "stem",
-        "engram",
-        "residual n-grams",
+        "tide by n-grams in blocks of lave",
+        "stem beside ngram embedding",
         "engram, documents apart",
-        "latents, move, no rotary columns",
     ),
     SELECTIVE: (
-        *EVERYWHERE,
-        "mome by n-grams, routed by values",
-        "value n-grams, one head of two, documents apart",
-        "move, ungated",
+        *OF_EVERYWHERE,
+        "tide, no gain, in blocks of mome by n-grams",
+        "move, ungated, beside value n-grams, documents apart",
         "latents, move, no rotary columns",
-        "latents, lave",
-        "latents, engram",
-        "lave in blocks of learned keys",
-        "lave in blocks of residuals",
-        "move in blocks of engram",
+        "latents, lave in blocks of engram",
     ),
-    "pipeline 4": ("move", "latents, move", "engram, ple", "engram beside learned keys"),
+    "pipeline 4": ("latents, move", "engram, ple", "engram beside learned keys"),
     HALOS: (
-        *EVERYWHERE,
-        "stem by n-grams",
-        "mome by n-grams, routed by values",
+        *OF_EVERYWHERE,
+        "tide, no gain, in blocks of mome by n-grams",
         "lave by n-grams, documents apart",
-        "tide by n-grams",
+        "tide by n-grams in blocks of lave",
         "engram, ple",
         "engram, documents apart",
-        "engram beside experts",
-        "lave in blocks of residuals",
-        "tide in blocks of lave",
         "engram beside learned keys, experts",
-        "move in blocks of engram",
     ),
 }
 """Kinds that are trained on each layout."""
+MODELS = tuple(dict.fromkeys(kind for kinds in TRIED.values() for kind in kinds))
 
 
 def config_of(kind: str) -> RunConfig:
@@ -279,12 +304,18 @@ def config_of(kind: str) -> RunConfig:
         model = replace(model, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24))
     data = replace(SHARED.data, documents="separate" if "documents apart" in kind else "joined")
     optimizer = replace(SHARED.optimizer, tables="row_wise") if kind in BY_ROW else SHARED.optimizer
-    memory, second = KINDS[kind], None
+    if kind in TOGETHER:
+        memory, second = (
+            replace(KINDS[of], placement=at) if at is not None else KINDS[of]  # type: ignore[type-var]
+            for of, at in TOGETHER[kind]
+        )
+    else:
+        memory, second = KINDS[kind], None
     if "beside learned keys" in kind:
         assert memory is not None
         free = tuple(sorted({0, 1, 2, 3} - set(memory.placement.blocks or ())))[:2]
         second, memory = memory, replace(MEMORY, placement=PlacementConfig(blocks=free))
-    if "in blocks of" in kind:
+    if kind in KINDS and "in blocks of" in kind:
         residuals = replace(KINDS["residual n-grams"], placement=PlacementConfig(blocks=(0, 2, 3)))
         others = {"engram": NGRAMS, "stem": KINDS["stem"], "residuals": residuals, "lave": LaveConfig(**VALUES)}
         second, memory = memory, others.get(kind.split()[-1], MEMORY)
@@ -293,8 +324,10 @@ def config_of(kind: str) -> RunConfig:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_meets_the_axes_that_bear_on_it(kind: str) -> None:
-    met = {axis for name, kinds in TRIED.items() if kind in kinds for axis in LAYOUTS[name]}
-    assert met >= ({axis for sizes in LAYOUTS.values() for axis in sizes} if kind in EVERYWHERE else {"tensor"})
+    models = {kind, *(name for name, kinds in STANDS_FOR.items() if kind in kinds)}
+    met = {axis for name, kinds in TRIED.items() if models & {*kinds} for axis in LAYOUTS[name]}
+    axes = {axis for sizes in LAYOUTS.values() for axis in sizes} - {"micro_batch_size"}
+    assert met >= (axes if kind in EVERYWHERE else {"tensor"})
 
 
 @dataclass(frozen=True)
@@ -343,7 +376,7 @@ def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
         for name, sizes in layouts.items():
             with joined(on(config_of("move"), **sizes)) as groups:
                 found[name] = {
-                    kind: train(build(on(config_of(kind), **sizes), groups)) for kind in TRIED.get(name, KINDS)
+                    kind: train(build(on(config_of(kind), **sizes), groups)) for kind in TRIED.get(name, MODELS)
                 }
         return found
 
@@ -354,7 +387,7 @@ def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
     layouts = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     return {
         layout: {
-            kind: [of_rank[layout][kind] for of_rank in by_rank if kind in of_rank.get(layout, {})] for kind in KINDS
+            kind: [of_rank[layout][kind] for of_rank in by_rank if kind in of_rank.get(layout, {})] for kind in MODELS
         }
         for layout in layouts
     }
@@ -405,7 +438,16 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["move", "tide", "stem", "latents, move", "engram", "engram beside learned keys"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "move in blocks of engram",
+        "tide in blocks of move by n-grams",
+        "stem beside ngram embedding",
+        "latents, move",
+        "engram beside learned keys",
+    ],
+)
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
@@ -419,7 +461,7 @@ def test_what_one_layout_saves_another_one_resumes(
             assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["move", "engram", "engram beside learned keys"])
+@pytest.mark.parametrize("kind", ["move in blocks of engram", "engram beside learned keys"])
 def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any], kind: str) -> None:
     """The copies on other stages do not count in the norm there either."""
     config = config_of(kind)
@@ -438,6 +480,6 @@ def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[s
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
     """Ranks of a group that has one rank generate do so. Experts are refused there: they are split, too."""
-    kinds = [kind for kind, memory in KINDS.items() if memory is not None and "experts" not in kind]
+    kinds = [kind for kind in MODELS if "experts" not in kind]
     configs = [config_of(kind) for kind in kinds]
     assert run_ranks(lambda: answers_without_a_token(configs), 2) == [len(kinds)] * 2
