@@ -69,10 +69,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "tensor 2 x context 2 x memory 4": (
         4,
-        {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2},
+        {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 4},
         (
-            # Engram's rows, two banks, a copy of heads' columns, rows read at once, and those that heads choose.
-            "engram, ple",
+            # Engram's rows beside another bank, a copy of heads' columns, rows read at once, and those that heads choose.
             "two families",
             "lave",
             "tide",
@@ -80,11 +79,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         ),
     ),
     # Replicas have files of their own.
-    "data 2 x memory 2": (4, {"memory": 2, "micro_batch_size": 1}, ("engram", "engram, ple")),
+    "data 2 x memory 2": (4, {"memory": 2, "micro_batch_size": 1}, ("engram, ple",)),
     "tensor 2 x pipeline 2": (
         4,
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 2},
-        ("engram", "move, unevenly", "residual n-grams"),
+        ("move, unevenly", "residual n-grams"),
     ),
     # One stage has n-grams, which lie in files, and the other learned keys.
     "pipeline 2 x memory 2": (4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}, ("two families, by stage",)),
