@@ -146,14 +146,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 2 x virtual 3, recomputed": {
         "pipeline": 2,
         "virtual_pipeline": 3,
-        "micro_batch_size": 1,
+        "micro_batch_size": 2,
         "recompute": "full",
     },
     "tensor 2 x pipeline 2 x memory 2, recomputed": {
         "tensor": 2,
         "pipeline": 2,
         "memory": 2,
-        "micro_batch_size": 2,
         "recompute": "full",
     },
 }
