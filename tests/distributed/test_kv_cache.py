@@ -48,7 +48,7 @@ def dense(**model: Any) -> RunConfig:
 
 def cases() -> dict[str, RunConfig]:
     found = {name: dense(memory=memory) for name, memory in RETRIEVING.items()}
-    found |= {name: config_of_tokens(name) for name in OF_TOKENS}
+    found |= {name: config_of_tokens(name) for name in (*OF_TOKENS, "tide, no gain, in blocks of mome by n-grams")}
     found |= {
         "one key per head": dense(num_query_groups=None),
         "one key": dense(num_query_groups=1),
@@ -228,14 +228,11 @@ def test_values_that_are_expanded_once_give_the_same_logits(run_ranks: Any) -> N
 TEXTS = (
     "ultramem_v2, activated",
     "midus",
-    "move",
-    "tide",
-    "stem",
-    "mome by n-grams, routed by values",
-    "residual n-grams",
-    "engram",
+    "move in blocks of engram",
+    "tide, no gain, in blocks of mome by n-grams",
+    "lave in blocks of stem",
+    "lave in blocks of residuals",
     "engram beside learned keys",
-    "lave in blocks of learned keys",
     "latents, move for values alone",
     "skips",
     "experts",
