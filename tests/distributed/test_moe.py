@@ -32,8 +32,6 @@ TWO_RANKS: tuple[dict[str, int], ...] = (
     {},
     {"pipeline": 2, "virtual_pipeline": 2},
     {"pipeline": 2},
-    {"tensor": 2, "memory": 2},
-    {"context": 2, "memory": 2},
 )
 FOUR_RANKS = ({"tensor": 2, "pipeline": 2, "memory": 2}, {"tensor": 2, "context": 2, "memory": 4})
 

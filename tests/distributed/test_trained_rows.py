@@ -210,13 +210,14 @@ def test_every_layout_trains_the_rows_of_one_rank(run_ranks: Any, tmp_path: Path
         config = config_of(MODELS[kind], "rows", "fp32")
         return teaching(config, share=0.4, score=score, background=str(tmp_path / kind))
 
-    def one_rank() -> dict[str, list[tuple[float, float]]]:
-        found = {}
+    def one_rank() -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, Tensor]]]:
+        found, initial = {}, {}
         for name, (_, kind, score) in cases.items():
             with tiny_run(config_for(kind, score)) as run:
+                initial[name] = weights_of(run)
                 found[name] = run.train(NUM_STEPS)
                 run.save(tmp_path / "one" / name)
-        return found
+        return found, initial
 
     def main() -> dict[str, list[tuple[float, float]]]:
         found = {}
@@ -228,20 +229,11 @@ def test_every_layout_trains_the_rows_of_one_rank(run_ranks: Any, tmp_path: Path
                 run.save(tmp_path / "many" / name)
         return found
 
-    (expected,) = run_ranks(one_rank, 1)
+    ((expected, initial),) = run_ranks(one_rank, 1)
     for of_rank in run_ranks(main, num_ranks):
         for name, steps in of_rank.items():
             for step, reference in zip(steps, expected[name], strict=True):
                 assert step == pytest.approx(reference, rel=2e-5), name
-    initial = {}
-
-    def start() -> dict[str, dict[str, Tensor]]:
-        for name, (_, kind, score) in cases.items():
-            with tiny_run(config_for(kind, score)) as run:
-                initial[name] = weights_of(run)
-        return initial
-
-    (initial,) = run_ranks(start, 1)
     for name in cases:
         one, many = (read_all(tmp_path / folder / name / f"step_{NUM_STEPS:08d}") for folder in ("one", "many"))
         for weight, before in initial[name].items():
