@@ -190,18 +190,15 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
 
 
 def chunked(config: RunConfig, **axes: Any) -> RunConfig:
-    """Configuration of a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
+    """Configuration of a layout, with chunks that do not divide a microbatch of 64 or 32 tokens."""
     return on(replace(config, train=replace(config.train, loss_chunk_tokens=15)), **axes)
 
 
-STEPS = 3
+STEPS = 2
 LAYOUTS: dict[str, tuple[RunConfig, int]] = {
     "1 rank": (chunked(SHARED), 1),
-    "untied, small microbatches": (chunked(PRIVATE, micro_batch_size=1), 1),
-    "tensor 2": (chunked(SHARED, tensor=2), 2),
-    "untied, tensor 2": (chunked(PRIVATE, tensor=2), 2),
-    "pipeline 2": (chunked(SHARED, pipeline=2, micro_batch_size=2), 2),
-    "untied, pipeline 2 x virtual 2": (chunked(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=1), 2),
+    "untied, small microbatches": (chunked(PRIVATE, micro_batch_size=2), 1),
+    "untied, pipeline 2 x virtual 2": (chunked(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2), 2),
     "context 2": (chunked(SHARED, context=2), 2),
     "data 2, full recomputation": (chunked(PRIVATE, recompute="full"), 2),
     "tensor 2 x pipeline 2": (chunked(SHARED, tensor=2, pipeline=2), 4),
@@ -246,7 +243,7 @@ def test_runs_are_those_with_whole_logits(runs: dict[Any, Any], name: str) -> No
 
 
 MIB = 2**20
-TOKENS, MANY_IDS, CHUNK = 8192, 16384, 1024
+TOKENS, MANY_IDS, CHUNK = 4096, 16384, 1024
 
 
 def most_held_bytes(chunk_tokens: int) -> int:

@@ -22,7 +22,7 @@ from tests.microbatch import some_inputs
 
 # The second reads what the first one moved.
 NUM_STEPS = 2
-# A few more of one rank, for runs that are held against it more loosely.
+# One more of one rank, for runs that are held against it more loosely.
 REFERENCE_STEPS = 3
 BY_ROW = replace(
     PRIVATE,

@@ -209,7 +209,7 @@ def test_replicas_update_the_rows_that_any_of_them_read(run_ranks: Any, tmp_path
     def main() -> dict[tuple[str, str], tuple[list[str], float, bool]]:
         found = {}
         for layout, (size, axes) in REPLICAS.items():
-            # Rows of tokens are not split, and a pair has one sum on any axis that others cut.
+            # Rows of tokens are not split. The others meet one kind at least on each of these.
             kinds: tuple[str, ...] = ("ultramem",) if "memory_rows" in axes else ("shared", "move")
             if "pipeline" in axes:
                 kinds = ("private",) if "virtual_pipeline" in axes else ("move, unevenly",)

@@ -189,7 +189,7 @@ STANDS_FOR: dict[str, tuple[str, ...]] = {
     # Its other half are blocks that have none.
     "latents, of queries too, move": ("latents without a memory",),
     "tide by n-grams in blocks of lave": ("tide in blocks of lave", "tide by n-grams"),
-    # Experts of every block but those with learned keys, beside n-grams and without.
+    # Its block with n-grams has no learned keys, and all have experts.
     "engram beside learned keys, experts": ("engram beside experts",),
 } | {
     name: (one, other)

@@ -230,6 +230,7 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
     configs = [
         replace(
             config,
+            model=replace(config.model, num_layers=2),
             parallel=replace(config.parallel, context_attention=way),
             train=replace(config.train, precision=precision),
         )
