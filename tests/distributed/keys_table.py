@@ -174,6 +174,40 @@ class Step:
     weights: dict[str, Tensor]
 
 
+class Steps:
+    """Three of them, one after the other, each of which is taken when it is first asked for."""
+
+    def __init__(self, build: Callable[[], TinyRun]) -> None:
+        self._build = build
+        self._run: TinyRun | None = None
+        self._taken: list[Step] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> Step:
+        number += len(self) if number < 0 else 0
+        if number >= len(self):
+            raise IndexError
+        if self._run is None:
+            self._run = self._build()
+        (model,) = self._run.bare
+        while len(self._taken) <= number:
+            ((loss, norm),) = self._run.train(1)
+            self._taken.append(
+                Step(
+                    loss,
+                    norm,
+                    {name: p.main_grad.clone() for name, p in model.named_parameters() if hasattr(p, "main_grad")},
+                    {name: p.detach().clone() for name, p in model.named_parameters()},
+                )
+            )
+        return self._taken[number]
+
+    def __iter__(self) -> Iterator[Step]:
+        return (self[number] for number in range(len(self)))
+
+
 class Subject:
     """A tiny model on one rank, and what can be measured of it. Trained weights are copies: `model` keeps the initial
     ones.
@@ -242,21 +276,9 @@ class Subject:
         return torch.randn(7, self.config.model.hidden_size, generator=generator)
 
     @cached_property
-    def steps(self) -> list[Step]:
-        """Three of them, one after the other, on the same samples for every subject of one batch."""
-        run, steps = self.build(), []
-        (model,) = run.bare
-        for _ in range(3):
-            ((loss, norm),) = run.train(1)
-            steps.append(
-                Step(
-                    loss,
-                    norm,
-                    {name: p.main_grad.clone() for name, p in model.named_parameters() if hasattr(p, "main_grad")},
-                    {name: p.detach().clone() for name, p in model.named_parameters()},
-                )
-            )
-        return steps
+    def steps(self) -> Steps:
+        """Steps on the same samples for every subject of one batch."""
+        return Steps(self.build)
 
 
 def rms(x: Tensor, epsilon: float) -> Tensor:
