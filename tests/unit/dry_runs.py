@@ -356,18 +356,18 @@ def launches_of_block(config: RunConfig, world: int, rank: int = 0) -> tuple[flo
     """
     from pretrain.planning.dryrun.rank import dry_run
 
-    def of_block(num_microbatches: int, recompute: Any) -> int:
+    def of_all(num_layers: int, num_microbatches: int, recompute: Any) -> int:
         batch = num_microbatches * config.train.global_batch_size
         train = replace(config.train, global_batch_size=batch, recompute=recompute)
-        one, two = (
-            next(iter(dry_run(replace(config, model=of_layers, train=train), world, [rank], as_gpu=True)))
-            for of_layers in (replace(config.model, num_layers=number) for number in (1, 2))
-        )
-        return int(two.num_kernels - one.num_kernels)
+        model = replace(config.model, num_layers=num_layers)
+        (report,) = dry_run(replace(config, model=model, train=train), world, [rank], as_gpu=True)
+        return int(report.num_kernels)
 
-    once, twice = of_block(1, "none"), of_block(2, "none")
-    forward = (of_block(2, "full") - twice) / 2
-    return forward, twice - once - forward
+    two = of_all(2, 2, "none")
+    both = two - of_all(1, 2, "none") - of_all(2, 1, "none") + of_all(1, 1, "none")
+    # Two blocks go forward once more for each of two microbatches.
+    forward = (of_all(2, 2, "full") - two) / 4
+    return forward, both - forward
 
 
 def of_all_stages(config: RunConfig, world: int, *, as_gpu: bool) -> list[Any]:
@@ -376,13 +376,28 @@ def of_all_stages(config: RunConfig, world: int, *, as_gpu: bool) -> list[Any]:
     return list(dry_run(config, world, first_ranks_of_stages(config, world), as_gpu=as_gpu))
 
 
-class Reports(dict[str, list[Any]]):
-    """Reports of the first ranks of all stages of a configuration, run when it is first asked for.
+RUN = CONFIGS | TRAINED | {"queried": QUERIED}
+_TOGETHER = 10
+"""Runs of one fork. The first one takes three times as long as the others, of which PyTorch knows most shapes by then."""
 
-    Each in a fork: a process can have but one world.
-    """
+
+class Reports(dict[str, list[Any]]):
+    """Reports of the first ranks of all stages of a configuration, run with some of its neighbours when it is first asked
+    for, in a fork."""
 
     def __missing__(self, name: str) -> list[Any]:
+        if name in RUN:
+            place = [*RUN].index(name) // _TOGETHER * _TOGETHER
+            together = [*RUN][place : place + _TOGETHER]
+            (found,) = launch_within(
+                lambda: [of_all_stages(RUN[each], WORLD, as_gpu=True) for each in together],
+                1,
+                timeout_s=280,
+                num_threads=1,
+            )
+            self.update(zip(together, found, strict=True))
+            return self[name]
+
         def main() -> list[Any]:
             if name == "launches":
                 from pretrain.planning.dryrun.rank import dry_run
@@ -397,10 +412,9 @@ class Reports(dict[str, list[Any]]):
                 return [meeting, *(launches_of_block(config, 8) for config in LAUNCHED.values()), *across]
             if name == "launches of streams":
                 return [launches_of_block(config, 8) for config in LAUNCHED_STREAMS.values()]
-            if name == "real":
-                # Beside ranks on the CPU.
-                return of_all_stages(REAL, 2, as_gpu=False)
-            return of_all_stages((CONFIGS | TRAINED | {"queried": QUERIED})[name], WORLD, as_gpu=True)
+            assert name == "real", name
+            # Beside ranks on the CPU.
+            return of_all_stages(REAL, 2, as_gpu=False)
 
         (self[name],) = launch_within(main, 1, timeout_s=280, num_threads=1)
         return self[name]
