@@ -16,7 +16,7 @@ Chunks = Mapping[str, Mapping[str, int]]
 
 CHUNKS: Chunks = {
     "pretrain.checkpoint.hashes": {"_READ_BYTES": 1000},
-    "pretrain.checkpoint.store.torch_dist_writer": {"MAX_PART_BYTES": 400},
+    "pretrain.checkpoint.store.torch_dist_writer": {"MAX_PART_BYTES": 5000},
     "pretrain.checkpoint.store.lazy_tensor": {"_SPAN_BYTES": 1000, "_WORTH_A_SEEK_BYTES": 30},
     "pretrain.convert.huggingface.quantised": {"_ELEMENTS_AT_A_TIME": 30},
     "pretrain.data.columns": {"_ROWS_PER_READ": 2},

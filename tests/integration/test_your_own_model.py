@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from commands import Megamem, Result, last_step
 
 from megamem.families.registry import FAMILIES
+from pretrain.checkpoint.store import torch_dist_writer
 from pretrain.config.stages import load_config
 from pretrain.planning.costs.formulas import forward_flops_per_token
 
@@ -57,6 +59,14 @@ class Newcomer:
         result = self._megamem(*words, *brief, before=lambda: os.chdir(self.folder))
         assert result.code == 0, f"{line}\n{result.output}"
         return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def large_parts() -> Iterator[None]:
+    """Parts of checkpoints as shipped: models of the page are larger than those of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist_writer, "MAX_PART_BYTES", 16 * 2**20)
+        yield
 
 
 @pytest.fixture(scope="module")
