@@ -69,9 +69,16 @@ def test_the_newest_checkpoint_is_exported_once_and_served(megamem: Megamem, sav
     assert json.loads((run / "exported" / "step_00000003-bf16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_cannot_be_served_is_refused(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
+@pytest.fixture(scope="module")
+def exported(megamem: Megamem, saved_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's newest checkpoint as a folder of Hugging Face's format. Copy it to change it."""
+    folder = tmp_path_factory.mktemp("exported") / "exported"
     assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    return folder
+
+
+def test_what_cannot_be_served_is_refused(megamem: Megamem, exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "exported"))
     vllm, log = engine_stand_in(tmp_path / "vllm", "vllm")
     transformers, _ = engine_stand_in(tmp_path / "transformers", *SERVING)
     some, _ = engine_stand_in(tmp_path / "some", *SERVING[:3])
@@ -144,10 +151,9 @@ def write_code(folder: Path, name: str, content: str) -> Path:
     ],
 )
 def test_no_file_of_a_folder_brings_code_unasked(
-    megamem: Megamem, saved_run: Path, tmp_path: Path, name: str, content: str
+    megamem: Megamem, exported: Path, tmp_path: Path, name: str, content: str
 ) -> None:
-    folder = tmp_path / "exported"
-    assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    folder = Path(shutil.copytree(exported, tmp_path / "exported"))
     python, log = engine_stand_in(tmp_path / "engine", *SERVING)
     write_code(folder, name, content)
     refused = megamem("serve", folder, "--python", python)
@@ -156,10 +162,9 @@ def test_no_file_of_a_folder_brings_code_unasked(
     assert megamem("serve", folder, "--python", python, "--trust-remote-code").code == 7
 
 
-def test_a_linked_folder_brings_no_code_unasked(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+def test_a_linked_folder_brings_no_code_unasked(megamem: Megamem, exported: Path, tmp_path: Path) -> None:
     """transformers runs `custom_generate/generate.py` through it."""
-    folder = tmp_path / "exported"
-    assert megamem("checkpoint", "convert", saved_run, folder, "--format", "huggingface").code == 0
+    folder = Path(shutil.copytree(exported, tmp_path / "exported"))
     python, log = engine_stand_in(tmp_path / "engine", *SERVING)
     (folder / "custom_generate").symlink_to(write_code(tmp_path, "elsewhere/generate.py", "print('mine')").parent)
     refused = megamem("serve", folder, "--python", python)
