@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import Megamem, checkpoint, steps
-from stand_ins import APEX, TRANSFORMER_ENGINE, called, train_with
+from stand_ins import APEX, TRANSFORMER_ENGINE, WithStandIns, called, with_stand_ins
 
 ALL = "train.apex=[norms,weight_gradients,adamw]"
 # Of `saved_run`, which is trained without it.
@@ -25,10 +26,16 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_apex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WithStandIns]:
+    with with_stand_ins(tmp_path_factory.mktemp("with_apex"), APEX) as interpreter:
+        yield interpreter
+
+
+@pytest.fixture(scope="module")
+def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory, with_apex: WithStandIns) -> Path:
     """Three steps with it, and the rows of six, on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("apex") / "run"
-    train_with((APEX,), folder, config_file, ALL, *SHORT, "parallel.tensor=2", "--nproc", RANKS)
+    with_apex.train(folder, config_file, ALL, *SHORT, "parallel.tensor=2", "--nproc", RANKS)
     shutil.rmtree(checkpoint(folder, 6))
     return folder
 
@@ -55,10 +62,12 @@ def test_pytorch_goes_on(saved_run: Path, halfway: Path, config_file: Path, tmp_
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
 
 
-def test_it_goes_on_with_a_run_of_pytorch(saved_run: Path, config_file: Path, tmp_path: Path) -> None:
+def test_it_goes_on_with_a_run_of_pytorch(
+    saved_run: Path, config_file: Path, tmp_path: Path, with_apex: WithStandIns
+) -> None:
     shutil.copytree(saved_run, tmp_path / "run")
     shutil.rmtree(checkpoint(tmp_path / "run", 6))
-    train_with((APEX,), tmp_path / "run", config_file, ALL, *SHORT, "--nproc", 1)
+    with_apex.train(tmp_path / "run", config_file, ALL, *SHORT, "--nproc", 1)
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
 
 
@@ -67,7 +76,8 @@ def test_transformer_engine_adds_up_gradients_of_its_own_linears(
 ) -> None:
     """Apex those of the output projection, which is Megatron's: once per microbatch."""
     options = ("model.implementation=transformer_engine", "train.apex=[weight_gradients]", *SHORT, "--nproc", 1)
-    train_with((APEX, TRANSFORMER_ENGINE), tmp_path / "run", config_file, *options)
+    with with_stand_ins(tmp_path, APEX, TRANSFORMER_ENGINE) as interpreter:
+        interpreter.train(tmp_path / "run", config_file, *options)
     assert called(tmp_path / "run")["wgrad_gemm_accum_fp32"] == 6 * MICROBATCHES
     assert losses(tmp_path / "run") == pytest.approx(losses(saved_run), rel=1e-5)
 
@@ -100,11 +110,13 @@ def test_what_does_not_fit_is_refused(
     assert message in " ".join(result.output.split())
 
 
-def test_layers_that_were_trained_alone_keep_their_count(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:
+def test_layers_that_were_trained_alone_keep_their_count(
+    config_file: Path, tmp_path: Path, megamem: Megamem, with_apex: WithStandIns
+) -> None:
     """A group of Apex's has one number of updates for all of its parameters."""
     run = tmp_path / "run"
     result = megamem("train", config_file, "train.num_steps=3", "optimizer.trained_layers=[2]", "--run-dir", run)
     assert result.code == 0, result.output
     with pytest.raises(AssertionError, match="counts the updates of a group of parameters together") as refused:
-        train_with((APEX,), run, config_file, "train.apex=[adamw]", "train.num_steps=4", "--nproc", 1)
+        with_apex.train(run, config_file, "train.apex=[adamw]", "train.num_steps=4", "--nproc", 1)
     assert "have seen 0 and 3 of them" in str(refused.value)

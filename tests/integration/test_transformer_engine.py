@@ -7,12 +7,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as torch_checkpoint
 from commands import Megamem, checkpoint, steps
-from stand_ins import TRANSFORMER_ENGINE, called, train_with
+from stand_ins import TRANSFORMER_ENGINE, WithStandIns, called, with_stand_ins
 
 TE = "model.implementation=transformer_engine"
 # Of `saved_run`, which is trained without it.
@@ -28,10 +29,16 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WithStandIns]:
+    with with_stand_ins(tmp_path_factory.mktemp("with_engine"), TRANSFORMER_ENGINE) as interpreter:
+        yield interpreter
+
+
+@pytest.fixture(scope="module")
+def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory, with_engine: WithStandIns) -> Path:
     """Three steps with it, and the rows of six, on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("te") / "run"
-    train_with((TRANSFORMER_ENGINE,), folder, config_file, TE, *SHORT, "parallel.tensor=2", "--nproc", 2)
+    with_engine.train(folder, config_file, TE, *SHORT, "parallel.tensor=2", "--nproc", 2)
     shutil.rmtree(checkpoint(folder, 6))
     return folder
 
@@ -69,9 +76,11 @@ def test_the_other_implementation_goes_on(
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
 
 
-def test_it_goes_on_with_a_run_of_the_other(saved_run: Path, config_file: Path, tmp_path: Path) -> None:
+def test_it_goes_on_with_a_run_of_the_other(
+    saved_run: Path, config_file: Path, tmp_path: Path, with_engine: WithStandIns
+) -> None:
     shutil.copytree(saved_run, tmp_path / "run")
     shutil.rmtree(checkpoint(tmp_path / "run", 6))
-    output = train_with((TRANSFORMER_ENGINE,), tmp_path / "run", config_file, TE, *SHORT, "--nproc", 1)
+    output = with_engine.train(tmp_path / "run", config_file, TE, *SHORT, "--nproc", 1)
     assert "model.implementation: local -> transformer_engine" in output
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
