@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from commands import Megamem
+
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer
 
 MEMORIES = {
     "tide": ("model.memory.value_dim=32", "model.memory.num_tables=3"),
@@ -21,10 +25,13 @@ MEMORIES = {
 
 @pytest.fixture(scope="module")
 def dense_file(tmp_path_factory: pytest.TempPathFactory, config_file: Path) -> Path:
-    """The tiny model's configuration without its memory."""
-    import yaml
-
+    """The tiny model's configuration without its memory, and with a short text to evaluate."""
+    folder = tmp_path_factory.mktemp("held_out")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text(encoding="utf-8")[:1200])
+    # Of a data set that holds nothing out, all is evaluated.
+    prepare([str(folder / "text.txt")], folder / "text", ByteTokenizer(), validation_fraction=0, num_workers=1)
     content = yaml.safe_load(config_file.read_text())
+    content["evaluation"] = {"datasets": [{"path": str(folder / "text")}]}
     del content["model"]["memory"]
     for key in ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier"):
         del content["optimizer"][key]
@@ -35,7 +42,7 @@ def dense_file(tmp_path_factory: pytest.TempPathFactory, config_file: Path) -> P
 
 def train(megamem: Megamem, config_file: Path, run: Path, kind: str, *options: str) -> Path:
     memory = (f"model.memory.kind={kind}", *MEMORIES[kind])
-    fixed = ("model.num_layers=2", "train.num_steps=8", "checkpoint.every_steps=4", "optimizer.lr=1e-2")
+    fixed = ("model.num_layers=2", "train.num_steps=6", "checkpoint.every_steps=4", "optimizer.lr=1e-2")
     result = megamem("train", config_file, "--run-dir", run, *memory, *fixed, *options)
     assert result.code == 0, result.output
     return run
