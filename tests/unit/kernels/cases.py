@@ -63,11 +63,13 @@ class Case(NamedTuple):
 
 def fitting(kernels: Kernels, shape: Shape) -> Shape:
     """The shape with two tokens for Triton's interpreter, which takes 20 ms per entry, as its kernels make no chunks of
-    tokens; and with 11 columns per group at most, which are two of a test's tiles (`tests.small_chunks.TILES`).
+    tokens; with nine reads at most, more than are under way at once and no power of two; and with 11 columns per group at
+    most, which are two of a test's tiles (`tests.small_chunks.TILES`).
     """
     if not is_interpreted(kernels):
         return shape
-    return replace(shape, tokens=min(shape.tokens, 2), width=min(shape.width, 11 * shape.groups))
+    tokens, reads, width = min(shape.tokens, 2), min(shape.reads, 9), min(shape.width, 11 * shape.groups)
+    return replace(shape, tokens=tokens, reads=reads, width=width)
 
 
 def is_interpreted(kernels: Kernels) -> bool:

@@ -16,7 +16,7 @@ from tests.small_chunks import OF_STEPS, small
 
 needs_triton = pytest.mark.skipif(bool(unavailable("triton", "cpu")), reason=str(unavailable("triton", "cpu")))
 # As shipped, with a last tile that is not full; sides that are padded; one number; none; one matrix.
-SHAPES = ((9, 4, 4, 4), (70, 3, 3), (4, 3, 5, 5), (130, 2, 2), (3, 1, 1), (0, 2, 4, 4), (8, 8))
+SHAPES = ((3, 3, 4, 4), (14, 3, 3), (5, 1, 5, 5), (34, 2, 2), (3, 1, 1), (0, 2, 4, 4), (8, 8))
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-14}
 
 
@@ -76,7 +76,8 @@ def test_logits_far_from_zero_overflow_nothing(kernels: Kernels) -> None:
 
 def test_the_gradient_is_that_of_differences_and_keeps_the_logits_alone(kernels: Kernels) -> None:
     logits = draw((3, 2, 3, 3), torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kernels.doubly_stochastic(x, 3, 0.125), logits)
+    # Along a random direction, where the slow mode moves every element by itself: the twin has every gradient.
+    assert torch.autograd.gradcheck(lambda x: kernels.doubly_stochastic(x, 3, 0.125), logits, fast_mode=True)
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

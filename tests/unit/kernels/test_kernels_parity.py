@@ -39,6 +39,9 @@ def test_every_implementation_passes(
         # A minute of the interpreter as shipped. Programs still add up several tiles of heads, the last of which is not full.
         shipped, *others = parity.HEADS_SHAPES
         monkeypatch.setattr(parity, "HEADS_SHAPES", (replace(shipped, s=11), *others))
+        (_, *wide), *narrow = parity.STREAM_SHAPES
+        # Two programs of matrices.
+        monkeypatch.setattr(parity, "STREAM_SHAPES", ((9, *wide), *narrow))
         monkeypatch.setattr("kernels.common.tiles._GAIN_PROGRAMS", 3)
     kernels = select_kernels(implementation, device_type="cpu")
     assert list(parity_problems(kernels, "cpu", dtype)) == []

@@ -7,11 +7,9 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
-import os
+import multiprocessing
 import platform
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,23 +132,27 @@ def test_without_triton_its_kernels_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_compiler
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    """Four at once; the compiler is a script that counts its calls."""
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four forks at once; the compiler is a script that counts its calls."""
     counter, script = tmp_path / "calls", tmp_path / "counting-c++"
     script.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {counter};; esac\nexec {compiler()} "$@"\n')
     script.chmod(0o755)
-    environment = {**os.environ, "CXX": str(script), "MEGAMEM_CACHE_DIR": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-c",
-        "from kernels.common.cpp import *; print(build('gather_dot', cache_folder(), compiler()))",
-    ]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
-    paths = {process.communicate(timeout=300)[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0] * 4
-    (path,) = paths
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("MEGAMEM_CACHE_DIR", str(tmp_path / "cache"))
+    fork = multiprocessing.get_context("fork")
+    together, paths = fork.Barrier(4), fork.SimpleQueue()
+
+    def build() -> None:
+        together.wait()
+        paths.put(str(cpp.build("gather_dot", cpp.cache_folder(), str(compiler()))))
+
+    processes = [fork.Process(target=build) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0] * 4
+    (path,) = {paths.get() for _ in processes}
     assert Path(path).is_file()
     assert counter.read_text().count("x") == 1
     # Nothing but the library and the lock is left.

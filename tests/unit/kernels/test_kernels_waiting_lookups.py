@@ -19,7 +19,7 @@ from kernels.select import Kernels
 from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
 from tests.unit.kernels.test_kernels_main_grad import sorts_from_now_on
 
-ROWS, WIDTH, TOKENS = 11, 6, 3
+ROWS, WIDTH, TOKENS = 11, 6, 2
 # Rows that each layer reads per token: the third is of another form than those around it.
 READS = (4, 4, 3, 5, 5)
 
@@ -77,11 +77,11 @@ def test_lookups_of_one_form_take_one_sort_for_both_tables(kernels: Kernels, mon
     assert len(sorts) == 3 + len(READS)
 
 
-@pytest.mark.parametrize(("most", "num_sorts"), [(23, 5), (24, 4), (33, 3)])
+@pytest.mark.parametrize(("most", "num_sorts"), [(15, 5), (16, 4), (22, 3)])
 def test_no_more_entries_are_joined_than_may_be(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int, num_sorts: int
 ) -> None:
-    """The first two layers have 24 entries, the last two 30."""
+    """The first two layers have 16 entries, the last two 20."""
     sorts = sorts_from_now_on(kernels, monkeypatch)
     monkeypatch.setattr(joined_lookups, "MOST_JOINED_ENTRIES", most)
     waiting, others = Layers(kernels, wait=True), Layers(kernels, wait=False)

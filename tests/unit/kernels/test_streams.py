@@ -82,7 +82,7 @@ def test_results_and_gradients_are_the_twins(
 
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_that_are_wanted_have_the_same_bits_whichever_they_are(kernels: Kernels, call: str) -> None:
-    operands = draw((3, 2), 3, 11, torch.bfloat16)[call]
+    operands = draw((2,), 3, 11, torch.bfloat16)[call]
     out, *gradients = outcome(call_of(kernels, call), operands)
     for wanted in itertools.product((False, True), repeat=len(operands)):
         if not any(wanted):
@@ -94,8 +94,9 @@ def test_gradients_that_are_wanted_have_the_same_bits_whichever_they_are(kernels
 
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_are_those_of_differences(kernels: Kernels, call: str) -> None:
+    """Along a random direction, where the slow mode moves every element by itself: twins have every gradient."""
     operands = [each.requires_grad_() for each in draw((2, 1), 3, 9, torch.float64)[call]]
-    assert torch.autograd.gradcheck(call_of(kernels, call), operands)
+    assert torch.autograd.gradcheck(call_of(kernels, call), operands, fast_mode=True)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -122,7 +123,7 @@ def test_weights_that_all_tokens_share_are_taken(kernels: Kernels) -> None:
 
 
 def test_backward_keeps_streams_in_their_own_dtype_and_none_without_a_mix(kernels: Kernels) -> None:
-    operands = draw((8, 2), 4, 40, torch.bfloat16)
+    operands = draw((2, 2), 4, 10, torch.bfloat16)
     for call, num_kept in ((MIXES, 4), (STAYS, 2), (WEIGHS, 2)):
         leaves = [each.requires_grad_() for each in operands[call]]
         kept: list[Tensor] = []
@@ -174,7 +175,7 @@ def test_the_operators_are_what_tracing_is_told() -> None:
     from kernels.mix_streams import triton_op as mixing
     from kernels.weigh_streams import triton_op as weighing
 
-    streams, out, post, mix = draw((3, 2), 3, 12, torch.bfloat16)[MIXES]
+    streams, out, post, mix = draw((2,), 3, 12, torch.bfloat16)[MIXES]
     for operands in ((streams, out, post, mix), (streams, out, post, None)):
         torch.library.opcheck(mixing._mix_streams, operands)
     torch.library.opcheck(mixing._gradients, (streams, streams, out, post, mix))
