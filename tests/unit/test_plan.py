@@ -29,6 +29,7 @@ from pretrain.planning.costs.formulas import (
 )
 from pretrain.planning.costs.hardware import FOLDER, Hardware, load_hardware
 from pretrain.planning.costs.layouts import (
+    Estimate,
     all_estimates,
     estimate,
     estimates_of,
@@ -231,7 +232,7 @@ def test_the_page_names_the_fastest_layout_on_eight_gpus() -> None:
 
 
 def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(LARGE), "--gpus", "64", "--gpu", "h200-141g", "--top", "3", "--json"]) == 0
+    assert cli.main(["plan", str(SMALL), "--gpus", "8", "--gpu", "h200-141g", "--top", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["recommended"] for each in found].count(True) == 1
     assert [each["step_s"] for each in found[:3]] == sorted(each["step_s"] for each in found[:3])
@@ -239,8 +240,14 @@ def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[st
     assert all(len(each["memory_costs"]) == 3 for each in found)
 
 
-def test_what_is_recommended_is_the_smallest_of_the_fast_ones() -> None:
-    found = all_estimates(load_config(LARGE), 64, H100)
+@pytest.fixture(scope="module")
+def on_sixteen() -> list[Estimate]:
+    """Layouts of the smaller model on 16 GPUs."""
+    return all_estimates(load_config(SMALL), 16, H100)
+
+
+def test_what_is_recommended_is_the_smallest_of_the_fast_ones(on_sixteen: list[Estimate]) -> None:
+    found = on_sixteen
     best = recommended(found, H100)
     assert best is not None
     fitting = [each for each in found if each.fits(H100)]
@@ -250,7 +257,9 @@ def test_what_is_recommended_is_the_smallest_of_the_fast_ones() -> None:
     assert recommended(found, replace(H100, memory_gb=8.0)) is None
 
 
-def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(
+    on_sixteen: list[Estimate], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one is counted in its place, then the fastest that are not counted yet."""
     asked, counts = [], iter([1e12, 5e9, 6e9])
 
@@ -261,7 +270,7 @@ def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(monkeypa
 
     monkeypatch.setattr("pretrain.planning.dryrun.rank.dry_run", dry_run)
     monkeypatch.setattr("tools.plan.command.hide_gpus", lambda: None)
-    found = all_estimates(load_config(SMALL), 16, H100)
+    found = on_sixteen
     first = recommended(found, H100)
     counted = with_counts(found, 3, 16, H100)
     best = recommended(counted, H100)
