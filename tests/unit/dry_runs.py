@@ -400,11 +400,6 @@ class Reports(dict[str, list[Any]]):
 
         def main() -> list[Any]:
             if name == "launches":
-                from pretrain.planning.dryrun.rank import dry_run
-
-                # A process's first dry run has kernels that no later one has.
-                for config in ACROSS_RANKS.values():
-                    list(dry_run(config, 8, [7], as_gpu=True))
                 # The last rank has tokens before both of its slices of a sequence.
                 across = [launches_of_block(config, 8, rank=7) for config in ACROSS_RANKS.values()]
                 with patch("parallel.layout.MEETING_RANKS", 8):
