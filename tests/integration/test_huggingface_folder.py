@@ -91,7 +91,7 @@ def test_a_folder_has_what_it_needs(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stranger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one process says of the folder, and of one that lacks a table."""
+    """Words of one process about the folder, and about one that lacks a table."""
     code = """
 import json
 from transformers import AutoModelForCausalLM, AutoTokenizer
