@@ -201,11 +201,14 @@ def stream_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
         g = torch.Generator().manual_seed(n)
         streams, out = (torch.randn(num_tokens, *each, width, generator=g).to(dtype) for each in ((n,), ()))
         post, mix = (torch.randn(num_tokens, n, *each, generator=g) for each in ((), (n,)))
+        maps, each_maps = torch.randn(n * n + 2 * n, n * width, generator=g), torch.randn(n + 2, width, generator=g)
         cases: tuple[tuple[str, tuple[Tensor, ...], tuple[Any, ...]], ...] = (
             ("doubly_stochastic", (mix,), (20, 1e-6)),
             ("mix_streams", (streams, out, post, mix), ()),
             ("mix_streams", (streams, out, post), (None,)),
             ("weigh_streams", (streams, post), ()),
+            ("normal_product", (streams.flatten(1), maps), (1e-6,)),
+            ("normal_product", (streams, each_maps), (1e-6, True)),
         )
         for op, operands, rest in cases:
             given = [each.to(device, copy=True).requires_grad_() for each in operands]

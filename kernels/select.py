@@ -20,6 +20,7 @@ from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.doubly_stochastic.op import DoublyStochastic
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.mix_streams.op import MixStreams
+from kernels.normal_product.op import NormalProduct
 from kernels.product_topk.op import ProductTopk
 from kernels.rms_norm.op import RmsNorm
 from kernels.rotated_heads.op import RotatedHeads
@@ -56,6 +57,7 @@ class Kernels:
     doubly_stochastic: DoublyStochastic
     mix_streams: MixStreams
     weigh_streams: WeighStreams
+    normal_product: NormalProduct
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""

@@ -44,8 +44,9 @@ OF_STEPS: Chunks = {
 }
 """Constants of a training step, small in tests of ranks alone: dry runs take steps with tables of their full size."""
 
-TILES: Chunks = {"kernels.common.tiles": {"_MAX_COLUMNS": 8, "_MAX_RUN_COLUMNS": 8}}
-"""Columns that a program of Triton's kernels has at once, small in their tests: rows of tests are narrower than theirs."""
+TILES: Chunks = {"kernels.common.tiles": {"_MAX_COLUMNS": 8, "_MAX_RUN_COLUMNS": 8, "_PRODUCT_STEPS": 1}}
+"""Columns that a program of Triton's kernels has at once, and tiles that it goes over, few in their tests: rows of tests are
+narrower than theirs."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Imports neither Triton nor torch: plans count with these tiles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Elements of a tile that one thread holds in registers: 32 sums in fp32, and the loads that feed them.
 _PER_THREAD = 32
@@ -28,9 +28,16 @@ _MAX_RUN_COLUMNS = 256
 _MANY_RUNS = 1 << 14
 # Programs of four warps that an H100 has room for, of threads with 96 registers.
 _GAIN_PROGRAMS = 132 * 5
+# Programs of `normal_product` that an H100 has room for: three on each of its multiprocessors. They are split for four rounds at
+# most, and not below so many tiles that each goes over.
+_PRODUCT_PROGRAMS = 3 * 132
+_PRODUCT_ROUNDS = 4
+_PRODUCT_STEPS = 8
 
 MAX_NORM_COLUMNS = 8192
 """Columns of a row that a program of `rms_norm` holds."""
+MAX_PRODUCT_OUTPUTS = 64
+"""Products of a token that a program of `normal_product` holds."""
 ACCUMULATE_AHEAD = 4
 """Entries of a run of `segment_accumulate` whose loads are under way at once."""
 _ACCUMULATE_STEP = 250
@@ -233,6 +240,62 @@ def _streams_tile(width: int, n: int, per_lane: int) -> StreamsTile:
     columns = columns_of(width)
     per_lane = max(1, min(columns, per_lane))
     return StreamsTile(columns, _power_of_two(n), per_lane, min(16, max(1, columns // (_WARP * per_lane))))
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """Tokens and columns that one program of `normal_product` has at once."""
+
+    rows: int
+    """Tokens, a power of two; what is past their end is masked."""
+    columns: int
+    """Likewise."""
+    side: int
+    """Outputs, likewise."""
+    num_stages: int
+    """Tiles of the loop that are under way at once."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of a launch. Four warps multiply 64 rows of one operand at once."""
+        return {"num_warps": 4, "num_stages": self.num_stages}
+
+
+def product_tile(num_outputs: int, *, narrow: bool) -> ProductTile:
+    """Tile of `normal_product`: 128 bytes of each of 64 tokens, or half of it beside many outputs.
+
+    Args:
+        num_outputs: M, at most `MAX_PRODUCT_OUTPUTS`.
+        narrow: numbers of x have no more digits than tensor cores multiply at once; others are multiplied in two parts.
+    """
+    side = max(16, _power_of_two(num_outputs))
+    return ProductTile(64, 64 if narrow and side <= 32 else 32, side, 3 if side == 16 else 2)
+
+
+def product_gradients_tile(num_outputs: int, *, narrow: bool) -> ProductTile:
+    """Tile of the backward pass of `normal_product`: 64 columns, as they are the rows of a product there.
+
+    Arguments as of `product_tile`.
+    """
+    tile = product_tile(num_outputs, narrow=narrow)
+    return replace(tile, rows=tile.columns if tile.side <= 32 else 16, columns=64)
+
+
+def product_splits(num_tiles: int, num_steps: int) -> int:
+    """Parts of a loop over `num_steps` tiles, each of which is a program of its own: the fewest that nearly fill a GPU, or else
+    those that best do.
+
+    Args:
+        num_tiles: programs, if none of them is split.
+    """
+    num_tiles = max(1, num_tiles)
+    most = min(_PRODUCT_ROUNDS * _PRODUCT_PROGRAMS // num_tiles, num_steps // _PRODUCT_STEPS)
+
+    def filled(splits: int) -> float:
+        rounds = splits * num_tiles / _PRODUCT_PROGRAMS
+        return min(0.9, rounds / math.ceil(rounds))
+
+    return max(range(1, max(1, most) + 1), key=filled)
 
 
 def gain_programs(num_tiles: int) -> int:

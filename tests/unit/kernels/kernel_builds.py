@@ -105,6 +105,7 @@ def launches_of_streams() -> list[Launch]:
 
     from kernels.doubly_stochastic import triton_op as matrices
     from kernels.mix_streams import triton_op as mixing
+    from kernels.normal_product import triton_op as product
     from kernels.weigh_streams import triton_op as weighing
 
     found: list[Launch] = []
@@ -127,6 +128,25 @@ def launches_of_streams() -> list[Launch]:
             found += recorded(partial(launcher(mixing._gradients), streams, kept, out, post, given))
         found += recorded(partial(launcher(weighing._weigh_streams), streams, post))
         found += recorded(partial(launcher(weighing._gradients), out, streams, post))
+    # Maps of a site, of the end, and of each stream by itself; the widest; and what is not asked for.
+    for columns, outputs, dtype, centred, asked in (
+        (4 * 2048, 24, torch.bfloat16, False, (True, True)),
+        (4 * 7168, 24, torch.bfloat16, False, (True, False)),
+        (4 * 4096, 4, torch.bfloat16, False, (False, True)),
+        (2 * 2048, 8, torch.float32, False, (True, True)),
+        (4 * 2560, 24, torch.float32, False, (True, True)),
+        (3 * 1000, 15, torch.bfloat16, False, (True, True)),
+        (6 * 4096, 48, torch.bfloat16, False, (True, True)),
+        (6 * 4096, 48, torch.float32, False, (True, True)),
+        (4096, 6, torch.bfloat16, True, (True, True)),
+        (1000, 18, torch.bfloat16, True, (True, True)),
+        (2560, 6, torch.float32, True, (True, True)),
+    ):
+        x = torch.empty(8192, columns, dtype=dtype, device="meta")
+        maps = torch.empty(outputs, columns, device="meta")
+        results = product._empty(x, maps, 1e-6, centred)
+        found += recorded(partial(launcher(product._normal_product), x, maps, 1e-6, centred))
+        found += recorded(partial(launcher(product._gradients), results[0], x, maps, *results, *asked, centred))
     return found
 
 

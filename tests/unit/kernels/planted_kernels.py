@@ -70,6 +70,17 @@ def turned_kernel(table, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def cutting_kernel(table, out, num_tiles, SIZE: tl.constexpr):
+    """Adds products up as the compiler does, which has tensor cores do it."""
+    places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    sums = tl.zeros([SIZE, SIZE], tl.float32)
+    for tile in range(num_tiles):
+        values = tl.load(table + tile.to(tl.int64) * (SIZE * SIZE) + places)
+        sums += tl.dot(values, values, input_precision="tf32")
+    tl.store(out + places, sums)
+
+
+@triton.jit
 def segment_accumulate_kernel(
     accumulator,
     vec,
@@ -110,6 +121,7 @@ def planted() -> Iterator[tuple[tuple[str, ...], Any]]:
     yield ("a thread spills",), partial(kept_kernel[(4,)], wide, wide, W=8192, ENTRIES=8192, **kept)
     yield ("registers, of 102",), partial(kept_kernel[(4,)], wide, wide, W=4096, ENTRIES=4096, **kept)
     yield ("bytes of shared memory, of",), partial(turned_kernel[(1,)], wide, wide, SIZE=128)
+    yield ("tensor cores add products",), partial(cutting_kernel[(1,)], wide, wide, 1 << 10, SIZE=16)
     sums = {"W": 64, "C": 1, "RUNS": 8, "COLUMNS": 64, "AHEAD": 4, "ROUND": False}
     waits = ("wait for each other in its loop: BAR", "1 loads, of 20, and 1 stores, of 4", "and plans count 31.2")
     yield waits, partial(segment_accumulate_kernel[(4,)], wide, wide, 1 << 10, **sums)

@@ -54,6 +54,7 @@ def test_autograd_does_not_read_what_an_op_wrote_over() -> None:
         ("triton", "doubly_stochastic", [(5, 2, 3, 3)]),
         ("triton", "mix_streams", [(5, 3, 24), (5, 24), (5, 3), (5, 3, 3)]),
         ("triton", "weigh_streams", [(5, 3, 24), (5, 3)]),
+        ("triton", "normal_product", [(5, 3, 24), (5, 24)]),
         ("triton", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
         ("cpu", "tucker_scores", [(2, 5, 3, 7, 2), (2, 3, 2, 2)]),
     ],
@@ -72,6 +73,7 @@ def test_functions_of_autograd_are_traced_whole(
         "doubly_stochastic": lambda logits: kernels.doubly_stochastic(logits, 4, 1e-6),
         "mix_streams": lambda *operands: kernels.mix_streams(*operands),
         "weigh_streams": lambda streams, weights: kernels.weigh_streams(streams, weights),
+        "normal_product": lambda x, weight: kernels.normal_product(x, weight, 1e-5, centred=True),
         "tucker_scores": lambda scores, cores: kernels.tucker_scores(scores, cores, ENTRIES),
     }
     generator = torch.Generator().manual_seed(5)

@@ -27,14 +27,18 @@ _SPILLED_BY = {
     ("collect_lists_kernel", "3.6"): 232,
     ("collect_sums_kernel", "3.6"): 360,
     ("tucker_entry_gradients_kernel", "3.7"): 8,
+    ("normal_product_kernel", "3.9"): 16,
 }
 """Bytes that a thread of a kernel spills, by minor versions of Triton that do worse."""
 _SHARED_BY = {
     ("collect_grid_kernel", "3.6"): 64 * 1024,
     ("collect_lists_kernel", "3.6"): 128 * 1024,
     ("collect_sums_kernel", "3.6"): 64 * 1024,
+    ("normal_product_gradients_kernel", "3.8"): 72 * 1024,
 }
 """Shared memory of a kernel, by versions that opt in to more."""
+_SHARED_ON = {("normal_product_gradients_kernel", 100): 72 * 1024}
+"""Shared memory of a kernel, by capabilities whose tensor cores read more from there: three programs have room side by side."""
 _LOAD_BYTES = 16
 _EXCHANGES = {"BAR", "SHFL", "LDS", "STS", "REDUX", "VOTE"}
 """Instructions by which threads pass something on, or wait for each other."""
@@ -42,6 +46,7 @@ _LOADS_PER_ENTRY = 5
 """Row, place, coefficient, vector and held row."""
 _OF_PLANS = 0.25
 """Share by which a loop's instructions may differ from those that plans count; capability 100 needs a fifth fewer."""
+_PRODUCT = re.compile(r"tt\.dot %[\w.]+, %[\w.]+, %(?P<sum>[\w.]+)\b")
 _TILE_OF_ROWS = re.compile(r"tt\.load .*: tensor<(\d+)x(\d+)x!tt\.ptr<\w+>>")
 
 
@@ -66,13 +71,15 @@ def _findings(built: Build) -> Iterator[str]:
     launch, minor = built.launch, ".".join(triton.__version__.split(".")[:2])
     if built.spilled_bytes > (allowed := _SPILLED_BY.get((launch.name, minor), 0)):
         yield f"a thread spills {built.spilled_bytes} bytes, of {allowed} that may be"
-    if built.shared_bytes > (allowed := _SHARED_BY.get((launch.name, minor), MAX_SHARED_BYTES)):
+    more = _SHARED_ON.get((launch.name, built.capability), MAX_SHARED_BYTES)
+    if built.shared_bytes > (allowed := _SHARED_BY.get((launch.name, minor), more)):
         yield f"a program takes {built.shared_bytes:,} bytes of shared memory, of {allowed:,}"
     waiting = _ALONE_WAITING_WARPS if launch.name == "gather_sum_kernel" and launch.num_warps == 1 else WAITING_WARPS
     allowed = REGISTERS // (32 * max(launch.num_warps, waiting if "W" in launch.values else 0))
     if built.registers > allowed:
         yield f"a thread takes {built.registers} registers, of {allowed}"
     yield from _narrow_loads(built)
+    yield from _cut_off_sums(built)
     if launch.name == "segment_accumulate_kernel":
         yield from _waits_of_entries(built)
     numbers = {name: value for name, value in launch.values.items() if isinstance(value, int)}
@@ -99,6 +106,15 @@ def _narrow_loads(built: Build) -> Iterator[str]:
         narrowest = min(each.load_bytes for each in loads)
         if narrowest < allowed:
             yield f"{_short(place)} loads rows {narrowest} bytes at a time, of {allowed}"
+
+
+def _cut_off_sums(built: Build) -> Iterator[str]:
+    """Products that are added to what a loop carries by tensor cores, which cut off each time what fp32 would round: over 16,384
+    columns to 1e-4 of the largest sum (`kernels/normal_product/README.md`)."""
+    code = built.intermediate
+    for product in _PRODUCT.finditer(code):
+        if not re.search(rf"%{re.escape(product['sum'])} = (tt\.dot|arith\.constant) ", code):
+            yield "tensor cores add products to the sum of its loop"
 
 
 def _waits_of_entries(built: Build) -> Iterator[str]:
