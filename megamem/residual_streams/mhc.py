@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.select import Kernels
 
 from .config import ResidualStreamsConfig
-from .operations import normal_product, wide_dtype
+from .operations import wide_dtype
 from .site import Read, StreamsEnd, StreamSite
 
 
@@ -48,7 +48,7 @@ class MhcSite(StreamSite):
         """Weights pre [t, b, n], post [t, b, n] and mix [t, b, n, n], in at least fp32."""
         n, epsilon, wide = self.settings.count, self.settings.epsilon, wide_dtype(streams.dtype)
         sizes = (n, n, n * n)
-        products = normal_product(streams.flatten(2), self.fn.to(wide), self.epsilon).split(sizes, -1)
+        products = self.kernels.normal_product(streams.flatten(2), self.fn.to(wide), self.epsilon).split(sizes, -1)
         bases, scales = self.base.to(wide).split(sizes), self.scale.to(wide)
         pre, post, comb = (torch.addcmul(bases[k], products[k], scales[k]) for k in range(3))
         mix = self.kernels.doubly_stochastic(comb.unflatten(-1, (n, n)), self.settings.iterations, epsilon)
@@ -75,7 +75,7 @@ class MhcEnd(StreamsEnd):
     def weights(self, streams: Tensor) -> Tensor:
         """Weights [t, b, n] of the streams, in at least fp32."""
         wide = wide_dtype(streams.dtype)
-        products = normal_product(streams.flatten(2), self.fn.to(wide), self.epsilon)
+        products = self.kernels.normal_product(streams.flatten(2), self.fn.to(wide), self.epsilon)
         logits = torch.addcmul(self.base.to(wide), products, self.scale.to(wide))
         return torch.sigmoid(logits) + self.settings.epsilon
 

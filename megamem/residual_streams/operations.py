@@ -3,8 +3,7 @@
 Backward keeps streams in their own dtype. Left to autograd, every operation would keep a copy of them in fp32, which in
 bf16 is twice the streams themselves.
 
-Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size, K columns, M outputs. i is a
-stream.
+Legend: t tokens of a sequence on this rank, b sequences, n streams, D hidden size, K columns, M outputs. i is a stream.
 """
 
 from __future__ import annotations
@@ -20,50 +19,6 @@ from torch.autograd.function import once_differentiable
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which maps are computed: fp32, or that of the streams if it has more digits."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def normal_product(x: Tensor, weight: Tensor, epsilon: float, *, centred: bool = False) -> Tensor:
-    """W ((x - m) / sqrt(mean((x - m)^2) + epsilon)), [..., M], in the dtype of W.
-
-    Args:
-        x: [..., K], of any dtype.
-        weight: W [M, K], in at least fp32.
-        centred: m is the mean of x, as in layer normalisation; else 0.
-    """
-    out: Tensor = _NormalProduct.apply(x, weight, epsilon, centred)
-    return out
-
-
-class _NormalProduct(torch.autograd.Function):
-    """With c = x - m, r = (mean(c^2) + epsilon)^-1/2 and f = W c r: dW = df^T c r and, for p = W^T df,
-    dx = r (p - c r <df, f> / K), less its mean where x is centred."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, centred: bool) -> Tensor:
-        wide = _centred(x.to(weight.dtype), centred)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        # Few outputs are scaled, and not the many columns.
-        out = F.linear(wide, weight).mul_(scale)
-        ctx.save_for_backward(x, weight, scale, out)
-        ctx.centred = centred
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, scale, out = ctx.saved_tensors
-        wide, grad = _centred(x.to(weight.dtype), ctx.centred), grads[0]
-        scaled, of_x, of_weight = grad * scale, None, None
-        if ctx.needs_input_grad[1]:
-            of_weight = scaled.flatten(0, -2).t() @ wide.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            along = (grad * out).sum(-1, keepdim=True).mul_(scale.square()).div_(x.shape[-1])
-            of_x = _centred(torch.addcmul(scaled @ weight, wide, along, value=-1), ctx.centred).to(x.dtype)
-        return of_x, of_weight, None, None
-
-
-def _centred(x: Tensor, centred: bool) -> Tensor:
-    return x - x.mean(-1, keepdim=True) if centred else x
 
 
 def stream_norm(streams: Tensor, gain: Tensor, epsilon: float) -> Tensor:

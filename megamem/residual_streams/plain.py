@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.select import Kernels
 
 from .config import ResidualStreamsConfig
-from .operations import normal_product, wide_dtype
+from .operations import wide_dtype
 from .site import Read, StreamsEnd, StreamSite
 
 
@@ -56,7 +56,8 @@ class PlainSite(StreamSite):
             return alpha.expand(*streams.shape[:2], n, n + 1), beta.expand(*streams.shape[:2], n)
         both = torch.cat((self.alpha_map, self.beta_map)).to(wide)
         # Gain and bias act on the few maps, and not on the streams.
-        products = normal_product(streams, both * self.norm_gain.to(wide), self.epsilon, centred=True)
+        gained = both * self.norm_gain.to(wide)
+        products = self.kernels.normal_product(streams, gained, self.epsilon, centred=True)
         found = torch.tanh(products + F.linear(self.norm_bias.to(wide), both))
         return (
             torch.addcmul(alpha, found[..., :-1], self.alpha_scale.to(wide)),

@@ -79,7 +79,7 @@ def block_passing(
         gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
         whole = config.train.recompute == "full"
         moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
-    of_sites = sites_passing(model, element, recomputed=config.train.recompute == "full")
+    of_sites = sites_passing(model, element)
     return Passing(
         # The gradient that goes down the residual stream, and what a part adds to it.
         {MemoryPart.BACKWARD: tokens * (2.0 * model.hidden_size * element + of_sites)},

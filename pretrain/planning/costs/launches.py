@@ -34,7 +34,7 @@ LAUNCHES_RING = (3, 1)
 """Kernels that a ring adds to a block, beside those of its steps: keys and values side by side, and where sums begin."""
 LAUNCHES_RING_STEP = (LAUNCHES_TILE[0], LAUNCHES_TILE[1] + 2)
 """Kernels of a ring's step: of one tile, and in backward where its gradients begin, and their sum with those that come."""
-LAUNCHES_SITES = {"mhc": (38, 98), "single_pass": (38, 98), "gated": (48, 78), "plain": (54, 122)}
+LAUNCHES_SITES = {"mhc": (28, 80), "single_pass": (28, 80), "gated": (48, 78), "plain": (44, 98)}
 """Kernels that the two sites of several residual streams add to a block, forward and backward, by the kind of streams."""
 LAUNCHES_STATIC_SITES = (12, 28)
 """Kernels of sites whose weights do not follow the streams."""

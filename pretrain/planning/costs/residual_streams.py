@@ -102,7 +102,7 @@ def sites_kept(model: ModelConfig, element: int) -> float:
             narrow, wide = 0, 0
             if streams.dynamic:
                 maps = n * (n + 2)
-                wide = n + 2 * maps + n * (n + 1) + n
+                wide = 2 * n + 2 * maps + n * (n + 1) + n
     return SITES_PER_BLOCK * float(element * (narrow + hidden) + _WIDE * wide)
 
 
@@ -127,14 +127,14 @@ def end_kept(model: ModelConfig, element: int, *, keeps_streams: bool) -> float:
             return 0.0
 
 
-def sites_passing(model: ModelConfig, element: int, *, recomputed: bool) -> float:
-    """Bytes per token that a site adds at its largest moment of backward: gradients of streams, which maps' products have in
-    fp32, too, twice, and a gate thrice. Without recomputation those of plain streams meet less that is kept."""
+def sites_passing(model: ModelConfig, element: int) -> float:
+    """Bytes per token that a site adds at its largest moment of backward: gradients of streams by two of their uses, and the
+    sum; those of a gate are of two and in fp32, too, thrice."""
     streams = model.residual_streams
     if streams is None:
         return 0.0
-    num_wide = {"mhc": 2, "single_pass": 2, "gated": 3, "plain": (1 + recomputed) * streams.dynamic}[streams.kind]
-    return float(streams.count * model.hidden_size * (2 * element + num_wide * _WIDE))
+    of_number = 2 * element + 3 * _WIDE if streams.kind == "gated" else 3 * element
+    return float(streams.count * model.hidden_size * of_number)
 
 
 def received_bytes(model: ModelConfig, element: int) -> int:

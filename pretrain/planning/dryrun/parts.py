@@ -29,6 +29,7 @@ _BY_MODULE = (
     ("kernels.rms_norm", MemoryPart.RESIDUAL),
     ("kernels.mix_streams", MemoryPart.RESIDUAL),
     ("kernels.weigh_streams", MemoryPart.RESIDUAL),
+    ("kernels.normal_product", MemoryPart.RESIDUAL),
     ("kernels.doubly_stochastic", MemoryPart.RESIDUAL),
     ("kernels.rotated_heads", MemoryPart.ATTENTION),
     ("kernels.swiglu", MemoryPart.FEED_FORWARD),
