@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import backbone_problems, loss_problems, parity_problems, stream_problems, update_problems
+from kernels.normal_product import naive
+from kernels.parity import (
+    TOLERANCE,
+    backbone_problems,
+    loss_problems,
+    parity_problems,
+    stream_problems,
+    update_problems,
+)
 from kernels.segment_accumulate.op import torch_segment_accumulate
 from kernels.select import Kernels, select_kernels
 
@@ -72,6 +82,30 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
 
     first = run()
     assert all(torch.equal(run(), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_many_tokens_keep_their_digits_and_repeat(
+    kernels: Kernels, gpu: torch.device, dtype: torch.dtype, centred: bool
+) -> None:
+    """Sums of parts, each over many tiles: tensor cores that added up one of them alone would lose two digits."""
+    if kernels.implementations["normal_product"] == "torch":
+        pytest.skip("the order of PyTorch's sums is cuBLAS's")
+    generator = torch.Generator(gpu).manual_seed(0)
+    x = (1 + torch.randn(8192, 8192, device=gpu, generator=generator)).to(dtype)
+    weight, upstream = (torch.randn(*shape, device=gpu, generator=generator) for shape in ((24, 8192), (8192, 24)))
+
+    def outcome(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in operands]
+        out = function(*leaves, 1e-6, centred)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+    expected = outcome(naive.normal_product, x.double(), weight.double())
+    first, again = outcome(kernels.normal_product, x, weight), outcome(kernels.normal_product, x, weight)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for ours, reference in zip(first, expected, strict=True):
+        assert float((ours.double() - reference).abs().max() / reference.abs().max()) <= TOLERANCE[ours.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
