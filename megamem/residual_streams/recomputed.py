@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from torch import Size, Tensor
+from torch import Size, SymInt, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from kernels.mix_streams.op import MixStreams
@@ -131,7 +131,7 @@ class _Mixed:
             self._made_of = None
         return self._streams
 
-    def view(self, size: Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    def view(self, size: Size, stride: tuple[int, ...], offset: int | SymInt) -> Tensor:
         """View of X', with an offset in elements."""
         return self.streams().as_strided(size, stride, offset)
 
@@ -150,7 +150,7 @@ class _Pack:
     def __call__(self, saved: Tensor) -> Tensor | Callable[[], Tensor]:
         if _storage(saved) == self._storage:
             assert self.mixed is not None
-            return partial(self.mixed.view, saved.size(), saved.stride(), int(saved.storage_offset()))
+            return partial(self.mixed.view, saved.size(), saved.stride(), saved.storage_offset())
         # A node that kept its own result as it is would keep itself.
         return saved if saved.grad_fn is None else saved.detach()
 
