@@ -188,9 +188,13 @@ def test_models_of_several_streams_cost_what_one_stream_does(path: Path) -> None
     """They differ from the model of their base in the feed-forward's width alone; active parameters are not held to a rule."""
     size = SIZES["small"]
     overrides = [f"model.vocab_size={size.vocab_size}"]
-    model, _, count = path.stem.rpartition("_")
-    base = FOLDER / ("strong/tuned/dense.yaml" if model == "strong" else f"tuned/{model}.yaml")
-    one, several = load_config(base, overrides), load_config(path, overrides)
+    of_count, _, count = path.stem.rpartition("_")
+    several = load_config(path, overrides)
+    assert several.model.residual_streams is not None
+    model = of_count.removesuffix(f"_{several.model.residual_streams.kind}")
+    strong = {"strong": "dense", "engram_embeddings": "engram_embeddings"}
+    base = FOLDER / (f"strong/tuned/{strong[model]}.yaml" if model in strong else f"tuned/{model}.yaml")
+    one = load_config(base, overrides)
     assert several.name == f"{path.stem}_streams"
     assert several.model.num_streams == int(count)
     alike = replace(several.model, residual_streams=None, ffn_hidden_size=one.model.ffn_hidden_size)
