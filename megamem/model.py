@@ -53,6 +53,7 @@ class MemoryGPTModel(LanguageModule):
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
         memory_layers: this chunk's memory layers, in order.
+        routers: the routers of this chunk's mixtures of experts, in order.
         separate_documents: attention needs the documents' bounds.
         reads_tokens: this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for tokens,
             or documents are separate.
@@ -181,6 +182,8 @@ class MemoryGPTModel(LanguageModule):
         self.multi_token: MultiTokenPrediction | None = None
         if has_loss:
             self._make_losses(loss_chunk_tokens, parts)
+        # Asked for at every step, as memories are at every microbatch.
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.normalise = machinery.kernels.rms_norm
@@ -363,11 +366,6 @@ class MemoryGPTModel(LanguageModule):
         """[V, D], this rank's part of the input embedding; of chunks that have it, or are lent it by the output."""
         weight: nn.Parameter = self.embedding.word_embeddings.weight if self.pre_process else self.output_weight
         return weight
-
-    @property
-    def routers(self) -> list[Router]:
-        """The routers of this chunk's mixtures of experts, in order."""
-        return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory_enabled(self, enabled: bool, name: str | None = None) -> None:
         """Switch the memory's output on or off, for ablation: in every block, or of the layer of a global name."""
