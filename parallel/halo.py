@@ -86,9 +86,10 @@ class CutSequences:
     def extended(self, x: Tensor, width: int) -> tuple[Tensor, ...]:
         """See `megamem.halo.Halo.extended`. Collective, backward too."""
         sizes = {"tensor": self.tensor, "context": self.context}
-        own = stretches(self.group.rank(), len(x), **sizes)
-        plan = _plan(self.group.rank(), len(x), width, self.tensor, self.context)
-        sends, places = self._on(x.device, plan, len(x), width)
+        num_tokens = len(x)
+        own = stretches(self.group.rank(), num_tokens, **sizes)
+        plan = _plan(self.group.rank(), num_tokens, width, self.tensor, self.context)
+        sends, places = self._on(x.device, plan, num_tokens, width)
 
         def reach(x: Tensor) -> Tensor:
             sent = torch.cat([x[each] for each in sends]) if sends else x[:0]
@@ -99,7 +100,8 @@ class CutSequences:
 
         def give_back(grad: Tensor) -> Tensor:
             received = self._exchange(grad[places], plan.receive_counts, plan.send_counts)
-            out = grad.new_zeros(len(x), *grad.shape[1:])
+            # A number and not x: what backward names stays in memory until then.
+            out = grad.new_zeros(num_tokens, *grad.shape[1:])
             # No two tokens of one stretch's halo are the same: their sum has an order.
             for each, part in zip(sends, received.split([len(each) for each in sends]), strict=True):
                 out[each] += part

@@ -17,8 +17,8 @@ def _costs(memory: EngramConfig, view: LayerView, model: ModelConfig) -> LayerCo
     """Key and value projections, 2 E D and their biases, two gains, and the convolution's taps with a gain; of n streams all
     but the value projection n times.
 
-    The score of a token is as many operations as a tap. Backward needs keys, values and the gated value, and what the
-    convolution reads and gives; of fp32, scores and the convolution's output, behind which SiLU is.
+    The score of a token is as many operations as a tap. Backward needs keys, streams and values, the gated value and what
+    the convolution reads; of fp32, both factors of the score, values, and the convolution's output, behind which SiLU is.
     """
     hidden, n = model.hidden_size, model.num_streams or 1
     width = n * hidden
@@ -31,8 +31,8 @@ def _costs(memory: EngramConfig, view: LayerView, model: ModelConfig) -> LayerCo
         key_flops=2.0 * keys,
         projection_flops=2.0 * values,
         selection_flops=2.0 * (1 + taps) * width,
-        kept_narrow=4 * width + hidden + (2 * width if taps else 0),
-        kept_wide=4 * width + (width if taps else 0),
+        kept_narrow=2 * width + hidden + (2 * width if taps else 0),
+        kept_wide=2 * width + hidden + (width if taps else 0),
         halo_tokens=memory.reach,
         matrices=((width, memory.memory_width), (hidden, memory.memory_width)),
     )
