@@ -103,7 +103,8 @@ def table_gradient(
         ids, coef, vec, bins: arguments of `kernels.segment_accumulate.naive.segment_accumulate`.
         accumulate: the implementation.
     """
-    lookup = Lookup(accumulate, ids, coef, vec, bins)
+    # As numbers: with its history, a coefficient that waits would keep the graph of its microbatch.
+    lookup = Lookup(accumulate, ids, coef.detach(), vec.detach(), bins)
     rows: RowGradient | None = getattr(table, "row_gradient", None)
     if rows is not None:
         rows.add(lookup)
