@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from megamem.trained_part import ALL, Trained
@@ -62,6 +63,8 @@ class RunState:
         recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
         trained: parts that have been trained, as `num_updates` and the part whenever the latter changed; empty while it
             has been all of the model.
+        tables_every: updates of the run per update of its tables (`optimizer.tables_every`), as `num_updates` and the
+            number whenever the latter changed; empty while it has been 1.
         tokenizer: fingerprint of the tokenizer of its data; None: a version wrote it that kept none.
         trained_on: data sets, from the step on at which they changed; it begins above 0 where a version wrote the steps
             before that kept none.
@@ -79,6 +82,7 @@ class RunState:
     passed_over: tuple[tuple[int, int], ...] = ()
     recent: tuple[tuple[float, float], ...] = ()
     trained: tuple[tuple[int, Trained], ...] = ()
+    tables_every: tuple[tuple[int, int], ...] = ()
     tokenizer: str | None = None
     trained_on: tuple[TrainedOn, ...] = ()
     owes_evaluation: bool = False
@@ -88,6 +92,7 @@ class RunState:
         object.__setattr__(self, "passed_over", tuple((first, end) for first, end in self.passed_over))
         object.__setattr__(self, "recent", tuple((loss, norm) for loss, norm in self.recent))
         object.__setattr__(self, "trained", tuple((first, _trained(part)) for first, part in self.trained))
+        object.__setattr__(self, "tables_every", tuple((first, every) for first, every in self.tables_every))
         parts = (part if isinstance(part, TrainedOn) else TrainedOn.from_plain(part) for part in self.trained_on)
         object.__setattr__(self, "trained_on", tuple(parts))
 
@@ -107,6 +112,23 @@ class RunState:
             return self
         return replace(self, trained=(*self.trained, (self.num_updates, part)))
 
+    def updating_tables(self, every: int) -> RunState:
+        """The state from which on tables are updated with every so many updates of the run."""
+        if every == (self.tables_every[-1][1] if self.tables_every else 1):
+            return self
+        return replace(self, tables_every=(*self.tables_every, (self.num_updates, every)))
+
+    @property
+    def num_waiting(self) -> int:
+        """Updates of the run since the last one of its tables."""
+        first, every = self.tables_every[-1] if self.tables_every else (0, 1)
+        return (self.num_updates - first) % every
+
+    @property
+    def updates_tables(self) -> bool:
+        """True if the next update is one of the tables, too."""
+        return self.num_waiting + 1 == (self.tables_every[-1][1] if self.tables_every else 1)
+
     def reading(self, tokenizer: str | None, datasets: tuple[DataRead, ...]) -> RunState:
         """The state from which on these data sets are read, of one tokenizer."""
         last = self.trained_on[-1].datasets if self.trained_on else None
@@ -116,13 +138,15 @@ class RunState:
     def without_moments(self) -> RunState:
         """The state whose moments start at zero, of whatever is trained then."""
         trained = tuple((0, part) for _, part in self.trained[-1:] if part != ALL)
-        return replace(self, num_updates=0, trained=trained)
+        tables_every = tuple((0, every) for _, every in self.tables_every[-1:] if every > 1)
+        return replace(self, num_updates=0, trained=trained, tables_every=tables_every)
 
-    def updates_of(self, is_trained: Callable[[Trained], bool]) -> int:
+    def updates_of(self, is_trained: Callable[[Trained], bool], *, is_table: bool = False) -> int:
         """Updates since a parameter has been trained without a break, which its moments have seen.
 
         Args:
             is_trained: True if the parameter is trained, given the part that is.
+            is_table: the parameter is a memory's table.
         """
         since, before = 0, True
         for first, part in self.trained:
@@ -130,7 +154,16 @@ class RunState:
             if now and not before:
                 since = first
             before = now
-        return self.num_updates - since
+        return self._table_updates_since(since) if is_table else self.num_updates - since
+
+    def _table_updates_since(self, since: int) -> int:
+        """Updates of tables behind the first `since` updates of the run."""
+        parts = [(0, 1), *self.tables_every, (self.num_updates, 1)]
+        return sum(
+            (end - first) // every - (max(first, since) - first) // every
+            for (first, every), (end, _) in pairwise(parts)
+            if end > since
+        )
 
     def after_step(
         self,

@@ -2,7 +2,8 @@
 
 A step's lookups are kept until its last backward pass, and then added up: each distinct row that was read has one row of
 sums. That takes the memory of what was read, and a row's sum has the bits that it has in a dense gradient: the same
-additions, in the order of the lookups.
+additions, in the order of the lookups. Where tables are updated every few steps, lookups of the steps before are kept, too,
+and added up with those of the last one.
 
 Legend: M entries of all lookups, N rows of sums, W columns.
 """
@@ -36,10 +37,11 @@ class DistinctRows:
 
 
 class RowGradient:
-    """A table's gradient of one step.
+    """A table's gradient of one step, or of those since the last update.
 
     Attributes:
         num_rows: rows of the table.
+        is_due: the step adds up what there is, and updates the table; else its lookups wait for a later step.
         repeats: lookups of a microbatch, all of which read the same rows.
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
@@ -54,7 +56,11 @@ class RowGradient:
         """
         self.num_rows, self._width = num_rows, width
         self.repeats = 1
+        self.is_due = True
         self._lookups: list[Lookup] = []
+        self._waiting: list[Lookup] = []
+        self._num_tokens: Tensor | None = None
+        self._num_waiting_tokens: Tensor | None = None
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
         self.choose: Callable[[RowGradient], Tensor] | None = None
@@ -70,35 +76,65 @@ class RowGradient:
         """Keep a lookup's part of the gradient."""
         self._lookups.append(lookup)
 
-    def clear(self) -> None:
-        """Forget lookups and sums."""
+    def begin_step(self, *, is_due: bool) -> None:
+        """Forget the step before but for what waits of it: lookups of an update that was not applied are lost."""
         self._lookups.clear()
-        self.read = self.sums = None
+        self.read = self.sums = self._num_tokens = None
+        self.is_due = is_due
+
+    def count(self, num_tokens: Tensor) -> None:
+        """Count the tokens that the gradients of the step are summed over, of all ranks."""
+        # Megatron's own, which it may use again.
+        self._num_tokens = num_tokens.to(torch.int64, copy=True)
+
+    @property
+    def num_tokens(self) -> Tensor | None:
+        """Tokens since the last update; None: nobody counted."""
+        if self._num_tokens is None or self._num_waiting_tokens is None:
+            return self._num_tokens
+        return self._num_tokens + self._num_waiting_tokens
+
+    def wait(self) -> None:
+        """Have the step's lookups wait for the one that updates the table."""
+        self._waiting += self._lookups
+        self._num_waiting_tokens = self.num_tokens
+        self._lookups.clear()
+
+    def clear(self) -> None:
+        """Forget lookups and sums, those that wait, too."""
+        self.begin_step(is_due=self.is_due)
+        self._waiting.clear()
+        self._num_waiting_tokens = None
+
+    @property
+    def _all_lookups(self) -> list[Lookup]:
+        return [*self._waiting, *self._lookups]
 
     @property
     def _key(self) -> tuple[int, ...]:
         """Key that tables have in common which the same lookups read: their tensors of ids live in the lookups."""
-        return (self.num_rows, *(id(lookup.ids) for lookup in self._lookups))
+        return (self.num_rows, *(id(lookup.ids) for lookup in self._all_lookups))
 
     def _add_up(self, read: DistinctRows) -> None:
         self.read = read
         self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
         if read.rows.numel():
-            lookups = (replace(lookup, ids=slots) for lookup, slots in zip(self._lookups, read.slots, strict=True))
+            lookups = (replace(lookup, ids=slots) for lookup, slots in zip(self._all_lookups, read.slots, strict=True))
             for lookup in in_groups(lookups, self._width):
                 lookup.add_to(self.sums)
+        # What waits does so until the update is applied.
         self._lookups.clear()
 
     @staticmethod
     def add_up(gradients: Iterable[RowGradient]) -> None:
         """Add up what lookups have left. Rows are looked for once for tables that the same lookups read."""
-        waiting = [gradient for gradient in gradients if gradient._lookups]
+        read = [gradient for gradient in gradients if gradient._all_lookups]
         # Before any lookup is dropped, and another tensor may get its ids' number.
-        keys = [gradient._key for gradient in waiting]
+        keys = [gradient._key for gradient in read]
         known: dict[tuple[int, ...], DistinctRows] = {}
-        for key, gradient in zip(keys, waiting, strict=True):
+        for key, gradient in zip(keys, read, strict=True):
             if key not in known:
-                ids = [lookup.ids for lookup in gradient._lookups]
+                ids = [lookup.ids for lookup in gradient._all_lookups]
                 known[key] = distinct_rows(
                     ids, gradient.num_rows, repeats=gradient.repeats, counted=gradient.choose is not None
                 )

@@ -60,6 +60,7 @@ def restore_run(
     optimizer: MemoryOptimizer,
     *,
     trained: Trained = ALL,
+    tables_every: int = 1,
     with_moments: bool = True,
 ) -> RunState:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
@@ -71,6 +72,7 @@ def restore_run(
 
     Args:
         trained: the part that the run trains, by which the chunks were built.
+        tables_every: updates of the run per update of its tables, from now on.
 
     Returns:
         The counters to go on with.
@@ -107,7 +109,7 @@ def restore_run(
         ]
 
     load(saved.path, targets_of)
-    run = saved.run.training(trained)
+    run = saved.run.training(trained).updating_tables(tables_every)
     if not with_moments:
         run = run.without_moments()
     updates_of = _updates_of(run, bare)
@@ -131,7 +133,9 @@ def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn
 
     def updates_of(parameter: nn.Parameter) -> int:
         is_table = parameter in tables
-        return run.updates_of(lambda part: TrainedPart.of(model, part).trains(served[parameter], is_table=is_table))
+        return run.updates_of(
+            lambda part: TrainedPart.of(model, part).trains(served[parameter], is_table=is_table), is_table=is_table
+        )
 
     return updates_of
 

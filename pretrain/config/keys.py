@@ -164,6 +164,7 @@ _OF_MEMORY = (
     "optimizer.value_clip_grad",
     "optimizer.tables",
     "optimizer.table_gradients",
+    "optimizer.tables_every",
     "optimizer.table_gradient_dtype",
     "optimizer.table_folder",
     "optimizer.value_offload",

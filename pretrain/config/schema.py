@@ -315,6 +315,16 @@ class OptimizerConfig(Config):
     neither memory nor time grow with the table; auto: rows where tables can have them and a step reads at most half as often
     as there are rows, so that they take less memory and less time, else dense; a run says which, and why. See
     docs/memory-parallel.md."""
+    tables_every: Annotated[
+        PositiveInt,
+        EffectiveWhen(
+            lambda c: c.tables == "row_wise" and c.table_gradients == "rows",
+            "optimizer.tables is row_wise and table_gradients is rows",
+        ),
+    ] = 1
+    """Updates of the run per update of its tables, as in nanochat's and modded-nanogpt's records: rows that several steps read
+    are exchanged and updated once, by the mean of their gradients over all tokens of these steps. The steps between keep what
+    their lookups left, and their gradient norm is that of the other weights. See docs/memory-parallel.md."""
     table_gradient_dtype: Annotated[
         Literal["fp32", "bf16"],
         EffectiveWhen(

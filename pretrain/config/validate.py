@@ -14,7 +14,7 @@ from pretrain.config.apex import apex_problems, missing_extensions
 from pretrain.config.graphs import graph_problems
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
-from pretrain.config.position import tokens_of_run
+from pretrain.config.position import steps_before, tokens_of_run
 from pretrain.config.schedule import schedule_span, table_decay
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.settled import settled
@@ -48,7 +48,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         *_names(config),
     ]
     problems += _length(config)
-    problems += [*gradients_problems(config), *_table_folder(config), *apex_problems(config)]
+    problems += [*gradients_problems(config), *_table_folder(config), *_tables_every(config), *apex_problems(config)]
     problems += _control(config)
     problems += graph_problems(settled(config))
     if on_this_machine:
@@ -245,6 +245,31 @@ def _table_folder(config: RunConfig) -> Iterator[str]:
             f"{key}, and checkpoint.asynchronous is true, which copies whole tables in memory: set "
             f"checkpoint.asynchronous: false, or {fix}"
         )
+
+
+def _tables_every(config: RunConfig) -> Iterator[str]:
+    """Refuse steps at the end, or before a checkpoint, whose rows would wait for an update that never comes."""
+    every, optimizer = config.optimizer.tables_every, config.optimizer
+    if every == 1 or config.model.memory is None:
+        return
+    key, fix = f"optimizer.tables_every is {every}", "set optimizer.tables_every: 1"
+    before = steps_before(config.stage)
+    for name, first, last in (
+        ("train.num_steps", before, config.train.num_steps),
+        ("checkpoint.every_steps", 0, config.checkpoint.every_steps),
+    ):
+        if (last - first) % every:
+            behind = f", behind the {first} steps of stages before," if first else ""
+            yield (
+                f"{key}, and {name} is {last}, which{behind} is no multiple of it: add "
+                f"{every - (last - first) % every}, or {fix}"
+            )
+    for name, why in (
+        ("table_folder", "which has the rows of one step on the device alone"),
+        ("trained_rows", "which chooses rows for every step"),
+    ):
+        if getattr(optimizer, name) is not None:
+            yield f"{key}, and optimizer.{name} is set, {why}: leave it out, or {fix}"
 
 
 def _control(config: RunConfig) -> Iterator[str]:

@@ -271,6 +271,12 @@ class MemoryOptimizer(ChainedOptimizer):
         for of_table in self._roundings.values():
             of_table.begin_step()
 
+    def announce_step(self, *, updates_tables: bool) -> None:
+        """Say whether the next step updates tables whose gradients are rows (`optimizer.tables_every`)."""
+        for optimizer in self.chained_optimizers:
+            if isinstance(optimizer, ReadTables):
+                optimizer.are_due = updates_tables
+
     @property
     def num_windows(self) -> int:
         """Windows in which tables pass through the host in an update; 0 if they are stepped on the device."""

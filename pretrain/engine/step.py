@@ -114,6 +114,7 @@ def train_step(
     save_votes: SaveVotes = NO_VOTES,
     judge: Judge = no_spikes,
     graph: MicrobatchGraph | None = None,
+    updates_tables: bool = True,
 ) -> StepResult:
     """Forward and backward over the microbatches, clip, update.
 
@@ -130,7 +131,10 @@ def train_step(
         save_votes: this rank's part of a save in flight, which all will know after the step.
         judge: decides alike on all ranks.
         graph: graph of a microbatch's passes, in the place of Megatron's schedule.
+        updates_tables: tables whose gradients are rows are updated, too, by all steps since their last update; else what
+            they read waits, and is in no norm.
     """
+    optimizer.announce_step(updates_tables=updates_tables)
 
     def begin() -> None:
         for chunk in chunks:

@@ -362,16 +362,22 @@ def _wandb_id(path: Path) -> str:
 
 
 class Checkpoints(Callback):
-    """Save every so many steps, and at the end, and tell the other callbacks what is complete. All ranks."""
+    """Save every so many steps, and at the end, and tell the other callbacks what is complete. All ranks.
+
+    A save that is due waits for the update of tables, before which no checkpoint has all of the run.
+    """
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners
+        self._is_due = False
 
     def on_step(self, run: Run, row: Row) -> None:
         run.saver.advance()
         every = run.config.checkpoint.every_steps
-        if every and run.state.step % every == 0:
+        self._is_due |= every > 0 and run.state.step % every == 0
+        if self._is_due and run.state.num_waiting == 0:
             run.save()
+            self._is_due = False
         self._tell(run)
 
     def on_end(self, run: Run) -> None:
@@ -384,6 +390,11 @@ class Checkpoints(Callback):
             for listener in self._listeners:
                 listener.on_save(run, report)
         run.saver.reports.clear()
+
+
+def _may_stop(run: Run) -> bool:
+    """Ask all ranks whether one was told to stop, unless a stop has to wait for the update of tables. Collective."""
+    return run.state.num_waiting == 0 and run.stop.ask(run.groups.device)
 
 
 class Evaluations(Callback):
@@ -417,7 +428,7 @@ class Evaluations(Callback):
                 run.groups,
                 micro_batch_size=run.config.train.micro_batch_size,
                 pipeline=run.config.parallel.pipeline,
-                stopped=partial(run.stop.ask, run.groups.device),
+                stopped=partial(_may_stop, run),
             )
         except EvaluationStopped:
             run.state = replace(run.state, owes_evaluation=True)

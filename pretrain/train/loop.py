@@ -42,7 +42,8 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
     try:
         for callback in callbacks:
             callback.on_start(run)
-        while run.state.step < config.train.num_steps and not run.stop.known:
+        # No checkpoint has what waits for the next update of tables.
+        while run.state.step < config.train.num_steps and not (run.stop.known and run.state.num_waiting == 0):
             result, row = take_step(run, batches, stop_requested=run.stop.requested)
             _tell(run, callbacks, result)
             if result.spike and config.health.spikes.action == "rewind" and _went_back(run, callbacks, result.spike):
@@ -91,6 +92,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
             save_votes=run.saver.votes,
             judge=partial(find_spike, config.health.spikes, run.state.recent),
             graph=run.graph,
+            updates_tables=run.state.updates_tables,
         )
     run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)

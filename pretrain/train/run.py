@@ -176,8 +176,8 @@ def open_run(
     saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
     if saved is not None:
         tokenizer = going_on(tokenizer, saved)
-    trained = config.optimizer.trained
-    state = RunState().training(trained) if saved is None else saved.run
+    trained, tables_every = config.optimizer.trained, config.optimizer.tables_every
+    state = RunState().training(trained).updating_tables(tables_every) if saved is None else saved.run
     # Whether checkpoints to come can have their names.
     done_by_main(partial(refuse_taken_names, folder.checkpoints, state.step))
     check_position(config, state, folder.path if saved is None else saved.path)
@@ -211,7 +211,9 @@ def open_run(
     )
     if saved is not None:
         with_moments = not resets_optimizer(config, saved)
-        run.state = restore_run(saved, run.chunks, run.optimizer, trained=trained, with_moments=with_moments)
+        run.state = restore_run(
+            saved, run.chunks, run.optimizer, trained=trained, tables_every=tables_every, with_moments=with_moments
+        )
         is_own = saved.path.parent == folder.checkpoints
         if config.stage is None or is_own:
             run.last_saved_step = state.step

@@ -520,6 +520,21 @@ def _(base: Subject, second: Subject) -> None:
         assert last_parts(one.gradients.keys() - other.gradients.keys()) == TABLES
 
 
+@TRAINING.key(
+    "optimizer.tables_every", 3, with_optimizer(tables="row_wise", table_gradients="rows", value_weight_decay=0.0)
+)
+def _(base: Subject, second: Subject) -> None:
+    """The first two of three steps leave tables as they are, and out of the norm."""
+    assert base.steps[0].loss == second.steps[0].loss
+    assert second.steps[0].norm < base.steps[0].norm
+    before = second.weights
+    for number, step in enumerate(second.steps, start=1):
+        moved = {name for name in changed_names(before, step.weights) if last_parts({name}) <= TABLES}
+        assert moved == ({name for name in before if last_parts({name}) <= TABLES} if number == 3 else set())
+        assert changed_names(before, step.weights) - moved
+        before = step.weights
+
+
 @TRAINING.key("optimizer.table_gradient_dtype", "bf16", BY_ROW)
 def _(base: Subject, second: Subject) -> None:
     """The first loss is the same; gradients of tables have 8 bits, which a small share of all is rounded to."""

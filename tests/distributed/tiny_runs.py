@@ -168,8 +168,10 @@ class TinyRun:
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint: state and place in the data. The run has not trained yet."""
         saved = read_state(path)
-        trained = self.config.optimizer.trained
-        self.run.state = restore_run(saved, self.chunks, self.optimizer, trained=trained)
+        settings = self.config.optimizer
+        self.run.state = restore_run(
+            saved, self.chunks, self.optimizer, trained=settings.trained, tables_every=settings.tables_every
+        )
         per_rank = self.config.train.micro_batch_size * self.groups.data_size
         for batches in self.batches:
             for _ in range(self.run.state.consumed_samples // per_rank):
@@ -271,7 +273,7 @@ def build(
         held_out=nothing,
         chunks=chunks,
         optimizer=optimizer,
-        state=RunState().training(config.optimizer.trained),
+        state=RunState().training(config.optimizer.trained).updating_tables(config.optimizer.tables_every),
         flops_per_token=1.0,
     )
     return TinyRun(run, bare, [random_batches(config, groups) for _ in chunks])

@@ -135,10 +135,13 @@ def test_rows_that_are_trained_alone_send_what_plans_count() -> None:
         assert fewer.num_host_reads == all_rows.num_host_reads
 
 
-@pytest.mark.parametrize(("tensor", "heads", "folder"), [(1, 8, None), (2, 8, None), (4, 2, None), (1, 8, "/nowhere")])
-def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: str | None) -> None:
-    """Stages whose copy of a bank has other numbers of readers send sums of as many rows; tensor-parallel ranks hand each
-    other heads, which two of them may share."""
+@pytest.mark.parametrize(
+    ("tensor", "heads", "folder", "every"),
+    [(1, 8, None, 1), (1, 8, None, 3), (2, 8, None, 1), (4, 2, None, 2), (1, 8, "/nowhere", 1)],
+)
+def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: str | None, every: int) -> None:
+    """Stages whose copy of a bank has other numbers of readers send sums of as many rows, of all steps since the last update;
+    tensor-parallel ranks hand each other heads, which two of them may share."""
     from lab.maintenance.agreement import figures
     from pretrain.planning.dryrun.peers import mismatches
 
@@ -146,13 +149,14 @@ def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: 
     memory = replace(COPIES_OF_ROWS.model.memory, num_gate_heads=heads, value_dim=32 * heads)
     model = replace(COPIES_OF_ROWS.model, memory=memory, num_query_groups=heads)
     config = replace(COPIES_OF_ROWS, model=model, parallel=replace(COPIES_OF_ROWS.parallel, tensor=tensor))
-    config = replace(config, optimizer=replace(config.optimizer, table_folder=folder))
+    config = replace(config, optimizer=replace(config.optimizer, table_folder=folder, tables_every=every))
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
     (found,) = launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)
     assert mismatches(found) == []
     for report, stage, of_stage in zip(found, stages, sent, strict=True):
         # Tokens of 8 ranks and all microbatches read 2 rows of an eighth of the columns.
-        assert of_stage.copies == 8 * 512 // tensor * report.num_microbatches * 2 * 4 * heads * 4
+        rows = min(8 * 512 // tensor * report.num_microbatches * every * 2, 2 * 32_768)
+        assert of_stage.copies == rows * 4 * heads * 4
         of_figures = [each for each in figures(report, stage, of_stage) if each.name.startswith("sent: ")]
         assert {each.name for each in of_figures} >= {"sent: copies", "sent: memory", "sent: tables"}
         assert [each for each in of_figures if not each.agrees] == []

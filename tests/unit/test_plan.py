@@ -124,7 +124,7 @@ def test_passes_in_flight_are_those_of_the_schedules(pipeline: int, virtual: int
     config = load_config(LARGE)
     layout = replace(config.parallel, pipeline=pipeline, virtual_pipeline=virtual)
     config = replace(config, parallel=layout)
-    division = Division(1, 1, 1, num_microbatches=16, rank_tokens=1, loss_tokens=1)
+    division = Division(1, 1, 1, num_microbatches=16, table_microbatches=16, rank_tokens=1, loss_tokens=1)
     assert [in_flight(config, rank, division) for rank in range(pipeline)] == flights
 
 

@@ -53,6 +53,7 @@ def test_a_state_survives_being_written() -> None:
         "passed_over": (),
         "recent": (),
         "trained": (),
+        "tables_every": (),
         "tokenizer": None,
         "trained_on": (),
         "owes_evaluation": False,
@@ -104,6 +105,30 @@ def test_moments_that_start_at_zero_have_seen_no_update_of_anything() -> None:
     state = RunState(num_updates=4).training(Trained((1,))).without_moments()
     assert (state.num_updates, state.trained) == (0, ((0, Trained((1,))),))
     assert RunState(num_updates=4).without_moments() == RunState()
+
+
+def test_tables_have_updates_of_their_own() -> None:
+    """At every second one of the run from its third on, and at every third from its eighth on."""
+    state = replace(RunState().updating_tables(1), num_updates=3).updating_tables(2)
+    assert state.updating_tables(2) is state
+    behind = []
+    for _ in range(5):
+        behind.append((state.num_waiting, state.updates_tables))
+        state = state.after_step(samples=1, tokens=1, updated=False)
+        state = state.after_step(samples=1, tokens=1, updated=True)
+    assert behind == [(0, False), (1, True), (0, False), (1, True), (0, False)]
+    assert state.updates_of(lambda _: True, is_table=True) == 3 + 2
+    state = replace(state.updating_tables(3), num_updates=8 + 7)
+    assert json.loads(json.dumps(asdict(state)))["tables_every"] == [[3, 2], [8, 3]]
+    assert RunState(**json.loads(json.dumps(asdict(state)))) == state
+    assert (state.num_waiting, state.updates_tables) == (1, False)
+    assert state.updates_of(lambda _: True) == 15
+    assert state.updates_of(lambda _: True, is_table=True) == 3 + 2 + 2
+    since_6 = replace(state, trained=((2, Trained((1,))), (6, ALL)))
+    assert since_6.updates_of(lambda part: part.layers is None, is_table=True) == 1 + 2
+    anew = state.without_moments()
+    assert (anew.tables_every, anew.updates_of(lambda _: True, is_table=True)) == (((0, 3),), 0)
+    assert state.updating_tables(1).without_moments().tables_every == ()
 
 
 def test_what_is_passed_over_is_what_was_read_since_the_checkpoint() -> None:

@@ -169,7 +169,12 @@ class StoredRows(ReadRows):
 
 
 class ReadTables:
-    """The tables of a rank as one of the optimizers that `MemoryOptimizer` chains: groups, and a rule for whole tables."""
+    """The tables of a rank as one of the optimizers that `MemoryOptimizer` chains: groups, and a rule for whole tables.
+
+    Attributes:
+        are_due: the step that begins next updates them; else what it reads waits for one that does
+            (`optimizer.tables_every`).
+    """
 
     def __init__(
         self,
@@ -188,6 +193,7 @@ class ReadTables:
             is_counted: this is the replica whose gradients count in the global norm.
         """
         self._is_counted = is_counted
+        self.are_due = True
         self.config, self.model_chunks, self.param_groups = config, list(chunks), param_groups
         self._shares = [
             Share(
@@ -213,9 +219,9 @@ class ReadTables:
         return (self.rule,)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, but for what waits for an update."""
         for share in self._shares:
-            _gradient(share).clear()
+            _gradient(share).begin_step(is_due=self.are_due)
 
     def prepare_grads(self) -> bool:
         """Nothing: they are in fp32, and a norm tells whether they are finite. Returns whether one was found not to be."""
@@ -240,14 +246,19 @@ class ReadTables:
         yield from self.rule.device_state()
 
     def step_with_ready_grads(self) -> bool:
-        """Update the tables."""
-        self.rule.step()
+        """Update the tables, or have what the step has read wait."""
+        if self.are_due:
+            self.rule.step()
+        else:
+            for share in self._shares:
+                _gradient(share).wait()
         return True
 
     def set_num_updates(self, updates_of: Any) -> None:
-        """See `MemoryDistributedOptimizer.set_num_updates`."""
+        """See `MemoryDistributedOptimizer.set_num_updates`. Nothing waits behind it: a checkpoint has been loaded."""
         for share in self._shares:
             self.rule.set_num_updates(share, updates_of(share.parameter))
+            _gradient(share).clear()
 
     def set_weights_from_main(self) -> None:
         """See `MemoryDistributedOptimizer.set_weights_from_main`."""

@@ -75,10 +75,11 @@ def _num_reads(chunk: MemoryGPTModel, bank: Bank) -> int:
 def add_up_rows(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None, stages: dist.ProcessGroup
 ) -> None:
-    """Add up the gradients of a step, of which all backward passes are done. Collective over replicas and stages.
+    """Add up the gradients of a step that updates tables, of which all backward passes are done. Collective over replicas
+    and stages.
 
     Args:
-        num_tokens: tokens of the step over all ranks, which gradients are divided by.
+        num_tokens: tokens of the step over all ranks. Gradients are divided by those since the last update.
         stages: ranks that hold copies of this one's banks, or other layers.
     """
     gradients = {
@@ -89,17 +90,22 @@ def add_up_rows(
     }
     if not gradients:
         return
+    if num_tokens is not None:
+        for gradient in gradients.values():
+            gradient.count(num_tokens)
+    if not all(gradient.is_due for gradient in gradients.values()):
+        return
     RowGradient.add_up(gradients.values())
     copies = [gradient for table, gradient in gradients.items() if is_on_every_stage(table)]
     others = [gradient for table, gradient in gradients.items() if not is_on_every_stage(table)]
     # Where dense gradients are divided: before stages add them up, and after replicas have. Stages come first, while a rank
     # has the rows of one replica alone.
-    _divide(copies, num_tokens)
+    _divide(copies)
     for gradient in copies:
         assert gradient.sums is not None, "a stage has read no row of its copy of a bank"
         dist.all_reduce(gradient.sums, group=stages)
     add_up_replicas(list(gradients.values()), chunks[0].intra_expt_dp_group)
-    _divide(others, num_tokens)
+    _divide(others)
     _drop_untrained(list(gradients.values()))
 
 
@@ -116,7 +122,7 @@ def _drop_untrained(gradients: Sequence[RowGradient]) -> None:
         gradient.sums.masked_fill_(~known[key].unsqueeze(1), 0)
 
 
-def _divide(gradients: Sequence[RowGradient], num_tokens: Tensor | None) -> None:
+def _divide(gradients: Sequence[RowGradient]) -> None:
     for gradient in gradients:
-        if gradient.sums is not None and num_tokens is not None:
-            gradient.sums.mul_(1.0 / num_tokens.clamp(min=1))
+        if gradient.sums is not None and gradient.num_tokens is not None:
+            gradient.sums.mul_(1.0 / gradient.num_tokens.clamp(min=1))

@@ -374,6 +374,7 @@ class Division:
         stage_ranks: ranks of one stage.
         table_replicas: ranks of a stage that hold the same columns.
         num_microbatches: microbatches per step and data-parallel rank.
+        table_microbatches: microbatches per update of tables and data-parallel rank.
         rank_tokens: tokens of a microbatch on one rank, between the blocks and in memories.
         loss_tokens: tokens of a microbatch whose losses one rank computes, for its part of the vocabulary.
     """
@@ -382,6 +383,7 @@ class Division:
     stage_ranks: int
     table_replicas: int
     num_microbatches: int
+    table_microbatches: int
     rank_tokens: int
     loss_tokens: int
 
@@ -391,11 +393,13 @@ class Division:
         replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
         stage_ranks = num_ranks // layout.pipeline
         tokens = train.micro_batch_size * train.sequence_length
+        num_microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
         return Division(
             replicas=replicas,
             stage_ranks=stage_ranks,
             table_replicas=stage_ranks // layout.memory,
-            num_microbatches=train.global_batch_size // (train.micro_batch_size * replicas),
+            num_microbatches=num_microbatches,
+            table_microbatches=num_microbatches * config.optimizer.tables_every,
             rank_tokens=tokens // (layout.tensor * layout.context),
             loss_tokens=tokens // layout.context,
         )

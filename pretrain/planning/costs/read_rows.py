@@ -1,8 +1,8 @@
 """Bytes of gradients of tables that are the rows which a step reads (`optimizer.table_gradients: rows`).
 
-Until a step's last backward pass a rank keeps what its lookups left (ids, coefficients, vectors). Then it sorts the ids of
-each bank, and makes as many rows of sums as there can be: of the entries of the step, or of the table. On a CPU there are
-as many as were read.
+Until the last backward pass of the step that updates tables a rank keeps what its lookups left (ids, coefficients, vectors),
+of the steps before, too (`optimizer.tables_every`). Then it sorts the ids of each bank, and makes as many rows of sums as
+there can be: of these entries, or of the table. On a CPU there are as many as were read.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _most_rows_of_banks(
     """Rows on a rank that a step can read at the most of each bank of a family; `known`: among which it can choose."""
     layout, memory = config.parallel, family.memory
     per_token = memory.known_rows if known else memory.lookup.rows
-    entries = layout.memory * division.rank_tokens * per_token * division.num_microbatches
+    entries = layout.memory * division.rank_tokens * per_token * division.table_microbatches
     is_same = _has_copies(stage, family) and (known or not memory.chooses_among_rows)
     for rows, lookups in lookups_of_banks(stage, family):
         # All layers read the same rows of a bank that every stage holds, or choose among them.
@@ -179,13 +179,13 @@ def kept_bytes(stage: Stage, division: Division, by_lookup: float) -> float:
     Args:
         by_lookup: bytes of one lookup's.
     """
-    return (division.num_microbatches - 1) * stage.num_backward_lookups * by_lookup
+    return (division.table_microbatches - 1) * stage.num_backward_lookups * by_lookup
 
 
 def adding_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes on the common stream when lookups are added up, after that pass: of the sums, and of a bank's sorted ids."""
     sums = _SUM * read_elements(config, stage, division) + _PLACES * most_rows(config, stage, division)
-    ids = division.num_microbatches * _most_ids_of_a_bank(config, stage, division)
+    ids = division.table_microbatches * _most_ids_of_a_bank(config, stage, division)
     own = sums + max(_PER_SORTED_ID * ids, _PLACE * ids + _joined_bytes(config, stage, division))
     if division.table_replicas == 1:
         return own
@@ -219,7 +219,7 @@ def _joined_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
         lookup, width = family.memory.lookup, family.memory.width("values")
         entries = layout.memory * division.rank_tokens * lookup.rows
         for _, lookups in lookups_of_banks(stage, family):
-            number = most_joined(lookup, entries, lookups * division.num_microbatches)
+            number = most_joined(lookup, entries, lookups * division.table_microbatches)
             if number == 1:
                 continue
             coefficients = coefficients_per_rank(lookup.scores, layout.memory_columns) * element

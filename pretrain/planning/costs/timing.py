@@ -470,7 +470,8 @@ def _after_backward(
         (replica_bytes(config, stage, division), division.table_replicas, layout.memory),
     ):
         # What a ring of this size sends is (size - 1) / size of it.
-        parts[TimePart.MEMORY_REDUCTION] += ring_s(sent * size / max(1, size - 1), size, stride, hardware)
+        seconds = ring_s(sent * size / max(1, size - 1), size, stride, hardware)
+        parts[TimePart.MEMORY_REDUCTION] += seconds / config.optimizer.tables_every
     for part, weights, replicas in (
         (TimePart.MEMORY_UPDATE, trained_tables(config, stage), division.table_replicas),
         (TimePart.UPDATE, trained_dense(config, stage), division.replicas * layout.context),
@@ -490,7 +491,8 @@ def _after_backward(
         # Zeroing writes the gradient, and the number of targets divides it in place; then it is read for its norm, and
         # clipped in place.
         moved = 3 * gradient * (weights + owned) + (0 if on_host else updated)
-        parts[part] = moved / hardware.stream_bytes_per_s
+        updates = config.optimizer.tables_every if part == TimePart.MEMORY_UPDATE else 1
+        parts[part] = moved / hardware.stream_bytes_per_s / updates
         parts[part] += _orthogonalisation_s(
             config, stage, division, hardware, of_experts=part == TimePart.MEMORY_UPDATE
         )

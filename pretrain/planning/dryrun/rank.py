@@ -219,6 +219,9 @@ class DryRank:
             # As after an update, which starts the first gathers that the next forward pass waits for.
             start_gathering(self.chunks)
             self._has_stepped = True
+        for _ in range(self.config.optimizer.tables_every - 1):
+            # The step that updates tables has most to do, with what these have left.
+            self._step(updates_tables=False)
         recorder.restart_peak()
         recorder.collectives.clear()
         recorder.num_host_reads = recorder.num_kernels = 0
@@ -239,7 +242,7 @@ class DryRank:
             num_microbatches=self.num_microbatches,
         )
 
-    def _step(self) -> None:
+    def _step(self, *, updates_tables: bool = True) -> None:
         train = self.config.train
         samples = [range(train.global_batch_size)] * 3
         with nullcontext() if self._stored is None else self._stored.step(self._reads, samples[0], samples[1:]):
@@ -251,6 +254,7 @@ class DryRank:
                 num_microbatches=self.num_microbatches,
                 micro_batch_size=train.micro_batch_size,
                 sequence_length=train.sequence_length,
+                updates_tables=updates_tables,
             )
 
 

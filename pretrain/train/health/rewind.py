@@ -35,8 +35,15 @@ def rewind(run: Run, spike: str) -> str | None:
     if saved is None or saved.step < steps_before(run.config.stage):
         return None
     run.complete_weights()
-    with_moments, trained = not resets_optimizer(run.config, saved), run.config.optimizer.trained
-    restored = restore_run(saved, run.chunks, run.optimizer, trained=trained, with_moments=with_moments)
+    settings, with_moments = run.config.optimizer, not resets_optimizer(run.config, saved)
+    restored = restore_run(
+        saved,
+        run.chunks,
+        run.optimizer,
+        trained=settings.trained,
+        tables_every=settings.tables_every,
+        with_moments=with_moments,
+    )
     run.state = spiked.back_at(restored)
     run.last_saved_step = saved.step
     # The samples that were passed over are missing at the end.

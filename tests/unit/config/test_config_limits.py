@@ -129,6 +129,7 @@ LIMITS = [
     *above_zero("model.multi_token_prediction.loss_weight"),
     *at_least(1, "model.mup.base_hidden_size"),
     *at_least(1, "model.mup.base_head_dim", model__mup__base_hidden_size=64),
+    *at_least(1, "optimizer.tables_every", optimizer__table_gradients="rows", **BY_ROW),
     *at_least(1, "model.memory.num_keys", "model.memory.key_dim", "model.memory.value_dim", **MEMORY),
     *at_least(1, "model.memory.top_k", "model.memory.row_top_k_limit", "model.memory.num_heads", **MEMORY),
     *at_least(1, "model.memory.tucker_rank", "model.memory.num_cores", "model.memory.key_expansion", **MEMORY),

@@ -77,6 +77,30 @@ def test_rows_by_their_own_clock_take_rows_alone() -> None:
     validate(quickstart(*by_reads, "optimizer.value_weight_decay=0.999", "optimizer.value_lr=10.0"), 1)
 
 
+def test_rows_that_would_wait_for_no_update_are_refused() -> None:
+    every = (
+        "optimizer.table_gradients=rows",
+        "optimizer.tables_every=4",
+        "train.num_steps=400",
+        "checkpoint.every_steps=20",
+    )
+    validate(quickstart(*every), 1)
+    for overrides, words in (
+        (
+            ("train.num_steps=402",),
+            "optimizer.tables_every is 4, and train.num_steps is 402, which is no multiple of it: add 2",
+        ),
+        (
+            ("checkpoint.every_steps=5",),
+            "checkpoint.every_steps is 5, which is no multiple of it: add 3, or set optimizer",
+        ),
+        (("optimizer.trained_rows={}",), "optimizer.trained_rows is set, which chooses rows for every step"),
+        (("optimizer.table_folder=/dev/shm",), "optimizer.table_folder is set, which has the rows of one step"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            validate(quickstart(*every, *overrides), 1)
+
+
 def test_tables_of_token_ids_without_a_vocabulary_are_dense() -> None:
     move = load_config(REPOSITORY / "lab" / "configs" / "compare" / "optimizers" / "move_row_wise.yaml", [*KEYS])
     choice = chosen(replace(move, model=replace(move.model, vocab_size=None)))

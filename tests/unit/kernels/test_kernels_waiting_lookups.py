@@ -156,6 +156,52 @@ def test_rows_of_a_step_are_added_up_in_as_few_groups_as_vectors_allow(
     assert_same(kernels, [sums], [dense])
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+def test_lookups_that_wait_keep_no_graph(kernels: Kernels, by_row: bool) -> None:
+    """A graph would hold the message of a pipeline stage, and its gradient, until the last backward pass of a step."""
+    layers = Layers(kernels, wait=not by_row)
+    if by_row:
+        for table in layers.tables:
+            table.row_gradient = RowGradient(ROWS, WIDTH)  # type: ignore[attr-defined]
+    received = torch.ones(TOKENS, WIDTH, requires_grad=True)
+    left, layers.x[0] = weakref.ref(received), received * layers.x[0]
+    layers.out(0).square().sum().backward()
+    layers.x.clear()
+    del received
+    assert left() is None
+
+
+def test_lookups_of_steps_wait_for_the_one_that_is_due(kernels: Kernels) -> None:
+    """A step that is not applied adds nothing, and takes nothing away."""
+
+    def added_up(steps: str) -> Tensor:
+        """Sums behind steps of a lookup each: `w` waits, `s` is skipped, `u` is due."""
+        g = torch.Generator().manual_seed(2)
+        gradient = RowGradient(ROWS, WIDTH)
+        for number, step in enumerate(steps):
+            gradient.begin_step(is_due=step == "u")
+            lookup = Lookup(
+                kernels.segment_accumulate,
+                torch.randint(0, ROWS, (3, 2), generator=g),
+                torch.randn(3, 2, 1, generator=g),
+                torch.randn(3, WIDTH, generator=g),
+                None,
+            )
+            if step != " ":
+                gradient.add(lookup)
+                gradient.count(torch.tensor(10**number, dtype=torch.int32))
+            if step == "w":
+                gradient.wait()
+        RowGradient.add_up([gradient])
+        assert gradient.read is not None
+        assert gradient.sums is not None
+        assert gradient.num_tokens == sum(10**number for number, step in enumerate(steps) if step in "wu")
+        return torch.zeros(ROWS, WIDTH).index_copy_(0, gradient.read.rows, gradient.sums[: len(gradient.read.rows)])
+
+    assert torch.equal(added_up("wswu"), added_up("w wu"))
+    assert not torch.equal(added_up("wwwu"), added_up("w wu"))
+
+
 def test_a_table_is_not_kept_by_its_lookups() -> None:
     """A cycle would hold its memory until Python looks for cycles."""
     table = Parameter(torch.zeros(2, 3))

@@ -99,6 +99,7 @@ def test_the_steps_read_consecutive_samples_and_a_resumed_run_the_next(make: Any
             assert step.arguments == {
                 "num_microbatches": 3,
                 "graph": None,
+                "updates_tables": True,
                 "micro_batch_size": 2,
                 "sequence_length": 8,
                 "stop_requested": False,

@@ -55,6 +55,21 @@ def test_a_signal_stops_after_the_next_step(make: Any) -> None:
         assert [step.arguments["stop_requested"] for step in world.steps] == [False, False, False, True]
 
 
+def test_a_stop_and_a_save_wait_for_the_update_of_tables(make: Any) -> None:
+    """A window has three updates, and a skipped step is none; evaluations meanwhile are not passed over."""
+    config = spaced(checkpoint=3, evaluation=4)
+    world = make(replace(config, optimizer=replace(config.optimizer, tables_every=3)))
+    world.run.state = RunState().updating_tables(3)
+    world.skipped = {2}
+    world.asked = 5
+    with pytest.raises(StoppedEarly, match="stopped at step 7 of 12"):
+        world.train()
+    assert [step.arguments["updates_tables"] for step in world.steps] == [False, False, False, True, False, False, True]
+    told = [event for event in world.log if event.startswith(("evaluate", "save"))]
+    # The run ends at once, and passes over the evaluation of its last step.
+    assert told == ["evaluate 4", "save 4", "save 7"]
+
+
 def test_a_stop_passes_over_the_evaluation_of_its_step(make: Any) -> None:
     world = make(spaced(evaluation=5))
     world.asked = 5
