@@ -47,6 +47,17 @@ def _settle_process() -> None:
 _settle_process()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark of `tests.costly`."""
+    config.addinivalue_line("markers", "costly: takes long and seldom breaks; skipped unless MEGAMEM_COSTLY is set")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip costly tests that were not asked for."""
+    if item.get_closest_marker("costly") and "MEGAMEM_COSTLY" not in os.environ:
+        pytest.skip("costly: `make test-more` runs it")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Import all modules without collecting garbage, which finds none in a heap that grows by them, and leave them to

@@ -1,9 +1,8 @@
-"""Mark of tests that take long and seldom break."""
+"""Mark of tests that take long and seldom break: `make test-more` selects them by its name, in the files that it lists."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-COSTLY = pytest.mark.skipif("MEGAMEM_COSTLY" not in os.environ, reason="costly: `make test-more` runs it")
+COSTLY = pytest.mark.costly
+"""Nothing else may be called so: `-k costly` would select it."""

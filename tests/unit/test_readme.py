@@ -142,6 +142,20 @@ def test_the_front_page_is_short() -> None:
     assert len(README.splitlines()) < 200
 
 
+def test_make_test_more_lists_every_file_with_a_costly_test() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\ntest-more:")[2].partition("\n\n")[0]
+    assert '-k "costly or' in recipe
+    folders = [REPOSITORY / "tests", REPOSITORY / "lab" / "tests"]
+    files = [
+        path for folder in folders for path in folder.rglob("test_*.py") if re.search(r"\bCOSTLY\b", path.read_text())
+    ]
+    assert len(files) > 3
+    assert [
+        path for path in files if path.relative_to(REPOSITORY).as_posix() not in recipe and path != Path(__file__)
+    ] == []
+
+
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([a-z]+)`", README)) | set(
