@@ -258,7 +258,10 @@ def test_windows_and_hashes_are_those_of_a_loop(cut: bool) -> None:
     positions[17:, 1] -= 17
     tokens = window(ids, positions, WholeSequences(), max_order=4, boundary_id=2, cut_at_boundary=cut)
     multipliers, sizes = torch.tensor([2**58 + 1, 2**59 + 3, 7, 2**60 - 5]), torch.tensor([11, 13, 17, 19, 23, 29])
-    rows = hashed_rows(tokens, multipliers, sizes, sizes.cumsum(0) - sizes)
+    offsets = sizes.cumsum(0) - sizes
+    # Beside another layer's.
+    of_both = hashed_rows(tokens, *(torch.stack((each + 2, each)) for each in (multipliers, sizes, offsets)))
+    rows = of_both[len(sizes) :]
     for token in range(40):
         for sequence in range(3):
             seen, hidden = [int(ids[token, sequence])], False

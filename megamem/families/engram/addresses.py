@@ -1,6 +1,7 @@
 """Rows of a token's n-grams: int64 arithmetic on the device, once per microbatch for all layers of a chunk.
 
-Legend: s tokens of a sequence on this context-parallel rank, b sequences, N highest order, H heads, p rows of a head.
+Legend: L layers, s tokens of a sequence on this context-parallel rank, b sequences, N highest order, H heads, p rows of a
+head.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from torch import Tensor
 
 
 def hashed_rows(tokens: Sequence[Tensor], multipliers: Tensor, sizes: Tensor, offsets: Tensor) -> Tensor:
-    """[H, s, b] int64 rows of a layer's table: offset + (XOR over j < n of c_j m_j) mod p, order-major.
+    """[L H, s, b] int64 rows of layers' tables: offset + (XOR over j < n of c_j m_j) mod p, order-major in a layer.
+
+    As many operations for any number of layers.
 
     Args:
         tokens: the window, [s, b] int64 each.
-        multipliers: [N] int64, so small that no product overflows.
-        sizes: [H] int64, p of every head; the heads of one order share its hash.
-        offsets: [H] int64, where each head's rows begin.
+        multipliers: [L, N] int64, so small that no product overflows.
+        sizes: [L, H] int64, p of every head; the heads of one order share its hash.
+        offsets: [L, H] int64, where each head's rows begin.
     """
-    mixed = tokens[0] * multipliers[0]
-    rows = []
-    by_order = zip(sizes.chunk(len(tokens) - 1), offsets.chunk(len(tokens) - 1), strict=True)
-    for order, (own_sizes, own_offsets) in enumerate(by_order, start=1):
-        mixed = mixed ^ (tokens[order] * multipliers[order])
-        # Floor modulo, as both codes have it.
-        rows.append(mixed % own_sizes[:, None, None] + own_offsets[:, None, None])
-    return torch.cat(rows)
+    factors = multipliers[:, :, None, None]
+    mixed = [tokens[0] * factors[:, 0]]
+    for order, ids in enumerate(tokens[1:], start=1):
+        mixed.append(mixed[-1] ^ (ids * factors[:, order]))
+    hashes = torch.stack(mixed[1:], 1).unsqueeze(2)
+    own_sizes, own_offsets = (
+        numbers.unflatten(1, (hashes.shape[1], -1))[..., None, None] for numbers in (sizes, offsets)
+    )
+    # Floor modulo, as both codes have it.
+    return (hashes % own_sizes).add_(own_offsets).flatten(0, 2)

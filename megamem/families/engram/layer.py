@@ -104,7 +104,8 @@ class EngramLayer(MemoryLayer):
             boundary_id=boundary if memory.token_map is None else first.token_map[boundary],
             cut_at_boundary=memory.cuts_at_boundary,
         )
-        return torch.cat([hashed_rows(tokens, each.multipliers, each.sizes, each.offsets) for each in layers])
+        constants = zip(*((each.multipliers, each.sizes, each.offsets) for each in layers), strict=True)
+        return hashed_rows(tokens, *map(torch.stack, constants))
 
     @classmethod
     def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
