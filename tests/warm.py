@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from importlib import import_module
+from pathlib import Path
+
 
 def import_kernels_and_layers() -> None:
     """Import the layers of all families, and register the kernels with torch."""
@@ -15,3 +19,17 @@ def import_kernels_and_layers() -> None:
     implementations: tuple[Implementation, ...] = ("auto", "torch", "naive")
     for implementation in implementations:
         select_kernels(implementation)
+
+
+def import_commands() -> None:
+    """Import the modules of all commands, what Megatron imports in a first step, and pydantic's view of the schema."""
+    from pretrain.config.stages import load_config
+    from tools.cli import build_parser
+
+    build_parser()
+    load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+    for module in ("multi_token_prediction", "transformer_block"):
+        import_module(f"megatron.core.transformer.{module}")
+    # Forks would copy every page that a collection of garbage writes to.
+    gc.collect()
+    gc.freeze()

@@ -22,7 +22,7 @@ from slurm_site import Site
 
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from tests.warm import import_kernels_and_layers
+from tests.warm import import_commands, import_kernels_and_layers
 from tools.common.ranks import import_engine
 
 
@@ -33,9 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def warm() -> None:
-    """Everything imported that ranks need, before the first of them is forked."""
+    """Everything imported that commands and ranks need, before the first of them is forked."""
     import_engine()
     import_kernels_and_layers()
+    import_commands()
 
 
 @pytest.fixture(scope="session")
