@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import TINY, Megamem
+from commands import TINY, Megamem, Start, wait_until
 from engine_stand_in import engine_stand_in
 
 from tests.unit.data.chat_templates import QWEN, folder_of, without_generation
@@ -188,7 +188,7 @@ NEEDS_VLLM = pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not s
 
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
 def test_a_request_over_a_socket_is_answered_with_the_models_text(
-    megamem: Megamem, corpus: Path, tmp_path: Path, engine: str
+    megamem: Megamem, start: Start, corpus: Path, tmp_path: Path, engine: str
 ) -> None:
     wide = {**TINY["model"], "hidden_size": 128, "num_layers": 2}
     config = {
@@ -205,7 +205,7 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
     prompt = BODY["prompt"].removeprefix("<|endoftext|>")
     options = ("--prompt", prompt, "--temperature", BODY["temperature"], "--max-tokens", BODY["max_tokens"])
     expected = megamem("generate", run, *options).generated
-    with served(run, engine, tmp_path) as port:
+    with served(start, run, engine, tmp_path) as port:
         command = ["bash", "-c", CURL.replace(":8000/", f":{port}/")]
         answer = subprocess.run(command, check=True, capture_output=True, timeout=120)
         (choice,) = json.loads(answer.stdout)["choices"]
@@ -228,7 +228,7 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
 
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
 def test_a_model_of_conversations_answers_chats_and_ends_its_turn(
-    megamem: Megamem, tmp_path: Path, engine: str
+    megamem: Megamem, start: Start, tmp_path: Path, engine: str
 ) -> None:
     folder = folder_of(tmp_path / "tokenizer", "byte_level", without_generation(QWEN), {"eos_token": "<|im_end|>"})
     asked, answers = ["the memory", "and the model?"], ["reads a few rows", "ü, it does."]
@@ -248,14 +248,16 @@ def test_a_model_of_conversations_answers_chats_and_ends_its_turn(
     config = {
         **TINY,
         "model": {**TINY["model"], "hidden_size": 64, "num_layers": 2},
-        "train": {**TINY["train"], "num_steps": 160, "sequence_length": 128},
+        # The two conversations are soon known by heart.
+        "train": {**TINY["train"], "num_steps": 40, "sequence_length": 128},
+        "optimizer": {**TINY["optimizer"], "lr": 1e-2},
         "data": {"datasets": [{"path": str(tmp_path / "chats")}], "documents": "separate"},
     }
     (tmp_path / "chats.yaml").write_text(yaml.safe_dump(config))
     run = tmp_path / "run"
     trained = megamem("train", tmp_path / "chats.yaml", "--run-dir", run)
     assert trained.code == 0, trained.output
-    with served(run, engine, tmp_path) as port:
+    with served(start, run, engine, tmp_path) as port:
         body = {"model": "run", "messages": messages[:3], "max_tokens": 60, "temperature": 0}
         choices = [answer_of(port, {**body, "messages": messages[:number]})["choices"][0] for number in (1, 3)]
     assert [choice["message"]["content"] for choice in choices] == answers
@@ -272,36 +274,28 @@ def answer_of(port: int, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def served(run: Path, engine: str, folder: Path) -> Iterator[int]:
+def served(start: Start, run: Path, engine: str, folder: Path) -> Iterator[int]:
     """Port at which a server of the run's model listens while inside."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     python = ENGINE if engine == "vllm" else sys.executable
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    serve = [sys.executable, "-m", "tools.cli", "serve", run, "--engine", engine, "--python", python, "--port", port]
-    with (folder / "server.log").open("w+") as log:
-        server = subprocess.Popen(
-            [str(word) for word in serve],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        # vLLM listens before it starts, and the other one after.
-        ready = "Application startup complete" if engine == "vllm" else "Uvicorn running on"
-        try:
-            assert server.stdout is not None
-            for line in server.stdout:
-                log.write(line)
-                if ready in line:
-                    break
-            else:
-                log.seek(0)
-                pytest.fail(log.read()[-4000:])
-            yield port
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.communicate(timeout=120)
+
+    def as_outside() -> None:
+        """Leave the server nothing of this environment but what a user's has."""
+        os.environ.pop("PYTHONPATH", None)
+        os.environ |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+    # The command becomes the server.
+    server = start("serve", run, "--engine", engine, "--python", python, "--port", port, before=as_outside)
+    # vLLM listens before it starts, and the other one after.
+    ready = "Application startup complete" if engine == "vllm" else "Uvicorn running on"
+
+    def said() -> str:
+        return server.log.read_text(errors="replace") if server.log.exists() else ""
+
+    wait_until(lambda: ready in said() or server.poll() is not None, "the server to listen", deadline_s=480)
+    assert server.poll() is None, said()[-4000:]
+    yield port
+    os.kill(server.pid, signal.SIGINT)
+    server.wait()
