@@ -11,6 +11,8 @@ import pytest
 from commands import Megamem, evaluations
 
 from pretrain.checkpoint.folder import sealed
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer
 from tools.cli import main
 
 
@@ -21,7 +23,16 @@ def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:
     return row
 
 
-def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, corpus: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of one short text, all of which is evaluated, as it holds nothing out: eleven windows of 128 tokens."""
+    folder = tmp_path_factory.mktemp("held_out")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text(encoding="utf-8")[:1400])
+    prepare([str(folder / "text.txt")], folder / "data", ByteTokenizer(), validation_fraction=0, num_workers=1)
+    return folder / "data"
+
+
+def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = megamem(
         "train",
@@ -34,7 +45,7 @@ def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, corpu
         "train.num_steps=3",
         "train.sequence_length=128",
         "evaluation.max_sequences=null",
-        f"evaluation.datasets=[{{path: {corpus}}}, {{path: {corpus}, name: again}}]",
+        f"evaluation.datasets=[{{path: {held_out}}}, {{path: {held_out}, name: again}}]",
     )
     assert result.code == 0, result.output
     (trained,) = evaluations(run)
@@ -178,10 +189,13 @@ def generate(megamem: Megamem, run: Path, *options: object) -> str:
 
 
 def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
-    megamem: Megamem, config_file: Path, tmp_path: Path
+    megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    common = ("train", config_file, "--run-dir", run, "parallel.pipeline=2", "train.sequence_length=128")
+    common = (
+        *("train", config_file, "--run-dir", run, "parallel.pipeline=2", "train.sequence_length=128"),
+        f"evaluation.datasets=[{{path: {held_out}}}]",
+    )
     uneven = megamem(*common, "parallel.pipeline_layout=E|t*4L", "train.num_steps=3")
     assert uneven.code == 0, uneven.output
     here, there = (evaluate(megamem, run, *options) for options in (("--own-layout",), ("--nproc", 1)))
@@ -196,10 +210,13 @@ def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
 
 
 def test_a_run_on_cut_sequences_is_evaluated_and_goes_on_on_whole_ones(
-    megamem: Megamem, config_file: Path, tmp_path: Path
+    megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    common = ("train", config_file, "--run-dir", run, "parallel.memory=2", "train.sequence_length=64")
+    common = (
+        *("train", config_file, "--run-dir", run, "parallel.memory=2", "train.sequence_length=64"),
+        f"evaluation.datasets=[{{path: {held_out}}}]",
+    )
     cut = megamem(*common, "parallel.context=2", "train.num_steps=3", "evaluation.max_sequences=null")
     assert cut.code == 0, cut.output
     assert "2 ranks (tensor 1 x pipeline 1 x context 2 x data 1)" in cut.output
