@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "tide": ({"value_dim": 32, "num_tables": 2}, {"tensor": 2, "memory": 2}),
     "midus": ({"num_heads": 4, "num_keys": 8, "value_dim": 16, "placement": {"blocks": [1]}}, {}),
 }
-STEPS = {"v2": (80, 160), "tide": (20, 40), "midus": (20, 40)}
+STEPS = {"v2": (80, 160), "tide": (8, 16), "midus": (8, 16)}
 # Of as many lengths as there are, so that windows end anywhere in them.
 TEXTS = [f"def part_{number}({'a, ' * number}b):\n    return a * {number} + b\n" for number in range(9)]
 QUESTIONS = [(f"{a} times {b} is ", f"{a * b}, says Émile\n") for a in (3, 14) for b in (15, 92, 6)]
@@ -70,8 +70,8 @@ def runs(made_once: MadeOnce, megamem: Megamem, trained: Path, corpus: Path) -> 
                 **TINY,
                 "model": {**TINY["model"], "num_layers": 2, "num_query_groups": 4, "memory": {"kind": kind, **memory}},
                 "optimizer": {"lr": 2e-2},
-                "train": {**TINY["train"], "num_steps": 40},
-                "checkpoint": {"every_steps": 20},
+                "train": {**TINY["train"], "num_steps": STEPS[kind][1]},
+                "checkpoint": {"every_steps": STEPS[kind][0]},
                 "data": {"datasets": [{"path": str(corpus)}]},
                 "evaluation": {"datasets": [{"path": str(folder / "small")}]},
                 "parallel": parallel,
