@@ -28,7 +28,7 @@ from tests.unit.needs import NEEDS_DEEPSPEED
 
 # So small that every share of a table is several windows, the last of them shorter.
 WINDOW = 512
-SAVED_STEP, LAST_STEP = 2, 4
+SAVED_STEP, LAST_STEP = 1, 2
 
 BF16 = replace(SHARED, train=replace(SHARED.train, precision="bf16"))
 BESIDE_EXPERTS = replace(SHARED, model=replace(SHARED.model, moe=EXPERTS))
@@ -121,7 +121,7 @@ def test_rates_and_decay_of_tables_survive_resuming_on_another_layout(run_ranks:
     """The host steps the tables before, and the device or another layout's host after."""
     optimizer = replace(
         SHARED.optimizer,
-        value_weight_decay=20.0,
+        value_weight_decay=80.0,
         value_lr_multiplier=5.0,
         value_lr_end_multiplier=2.0,
         pre_value_lr_multiplier=0.2,
@@ -199,8 +199,10 @@ def held(config: RunConfig) -> Held:
 
 
 def test_the_host_holds_twelve_bytes_per_owned_element_and_the_device_none(run_ranks: Any) -> None:
-    for config, num_ranks in ((SHARED, 2), (BF16, 1), (BESIDE_EXPERTS, 1)):
-        by_rank = run_ranks(lambda config=config: held(offloaded(config)), num_ranks)
+    others = (BF16, BESIDE_EXPERTS)
+    alone = run_ranks(lambda: [held(offloaded(config)) for config in others], 1)[0]
+    of_two = run_ranks(lambda: held(offloaded(SHARED)), 2)
+    for config, by_rank in zip((SHARED, *others), (of_two, *([each] for each in alone)), strict=True):
         experts = 0 if config.model.moe is None else 4 * 8 * 3 * 32 * 24
         assert sum(rank.owned_elements for rank in by_rank) == by_rank[0].table_elements
         for rank in by_rank:
@@ -278,15 +280,20 @@ def with_clip(value_clip_grad: float | None, clip_grad: float = 0.5) -> RunConfi
 
 
 def test_tables_are_clipped_by_their_own_norm(run_ranks: Any) -> None:
-    for offload in (False, True):
-        config = offloaded(with_clip(0.003)) if offload else with_clip(0.003)
-        one = together(run_ranks(lambda config=config: list(norms(config)), 1))
-        # Stages on the device, tensor-parallel ranks on the host, and replicas on both.
-        for layout in ({}, {"tensor": 2} if offload else {"pipeline": 2, "micro_batch_size": 2}):
-            elsewhere = on(config, **layout)
-            two = together(run_ranks(lambda config=elsewhere: list(norms(config)), 2))
-            for here, there in zip(two, one, strict=True):
-                assert here == pytest.approx(there, rel=1e-5)
+    on_device, on_host = with_clip(0.003), offloaded(with_clip(0.003))
+    # Stages on the device, tensor-parallel ranks on the host, and replicas on both.
+    layouts: tuple[tuple[RunConfig, dict[str, int]], ...] = (
+        (on_device, {}),
+        (on_device, {"pipeline": 2, "micro_batch_size": 2}),
+        (on_host, {}),
+        (on_host, {"tensor": 2}),
+    )
+    alone = run_ranks(lambda: {config: list(norms(config)) for config in (on_device, on_host)}, 1)[0]
+    of_two = run_ranks(lambda: [list(norms(on(config, **layout))) for config, layout in layouts], 2)
+    for (config, _), by_rank in zip(layouts, zip(*of_two, strict=True), strict=True):
+        one = together([alone[config]])
+        for here, there in zip(together(by_rank), one, strict=True):
+            assert here == pytest.approx(there, rel=1e-5)
         for main, tables, main_left, tables_left in one:
             assert main > 0.5
             assert tables > 0.003
