@@ -4,6 +4,7 @@ whole logits, on every axis; and what it holds.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -158,12 +159,23 @@ def by_formula(chunk_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return torch.cat(losses).view(LENGTH, SEQUENCES).t(), torch.cat(of_hidden).view_as(hidden), of_weight.to(dtype)
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks: Any) -> dict[tuple[str, torch.dtype], tuple[Tensor, ...]]:
+    """Losses and gradients of one rank by chunk and dtype."""
+    cases = itertools.product(CHUNKS, DTYPES)
+    (found,) = run_ranks(lambda: {case: in_chunks(CHUNKS[case[0]], case[1], main_grad=False) for case in cases}, 1)
+    return dict(found)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pytorchs_operations_on_one_rank_have_the_bits_of_the_formula(
-    run_ranks: Any, chunk: str, dtype: torch.dtype
+    alone: dict[tuple[str, torch.dtype], tuple[Tensor, ...]], chunk: str, dtype: torch.dtype
 ) -> None:
-    ((losses, of_hidden, of_weight),) = run_ranks(lambda: in_chunks(CHUNKS[chunk], dtype, main_grad=False), 1)
+    losses, of_hidden, of_weight = alone[chunk, dtype]
     for found, expected in zip((losses, of_hidden, of_weight), by_formula(CHUNKS[chunk], dtype), strict=True):
         # Chunks are multiplied with the same operations, so that nothing but the softmax could round otherwise.
         assert torch.equal(found, expected)

@@ -7,6 +7,7 @@ Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -156,39 +157,50 @@ def train(config: RunConfig) -> list[tuple[float, float]]:
         return run.train(2)
 
 
-@pytest.mark.parametrize(
-    ("placement", "layouts"),
-    [
-        (spread(SPANS), [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]),
-        (spread(SHORT_SPANS), [{"pipeline": 2, "virtual_pipeline": 2}]),
-        (FOURS, [{"context": 2}, {"pipeline": 2}]),
-        (GAPS, [{"pipeline": 2}]),
-        (PAIRS, [{"pipeline": 2, "virtual_pipeline": 2}]),
-    ],
-    ids=str,
-)
-def test_no_layout_and_no_recomputation_changes_a_run(
-    run_ranks: Any, placement: PlacementConfig, layouts: list[dict[str, int]]
-) -> None:
-    """Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed."""
-    config = placed(placement)
+LAYOUTS: dict[PlacementConfig, list[dict[str, int]]] = {
+    spread(SPANS): [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}],
+    spread(SHORT_SPANS): [{"pipeline": 2, "virtual_pipeline": 2}],
+    FOURS: [{"context": 2}, {"pipeline": 2}],
+    GAPS: [{"pipeline": 2}],
+    PAIRS: [{"pipeline": 2, "virtual_pipeline": 2}],
+}
 
-    def variants(*variants: tuple[dict[str, int], Any]) -> list[RunConfig]:
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Any) -> dict[PlacementConfig, list[list[tuple[float, float]]]]:
+    """Runs by placement, the first of which is of one rank that keeps all.
+
+    Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed.
+    """
+
+    def of_all(variants: Callable[[PlacementConfig], list[tuple[dict[str, int], Any]]]) -> list[Any]:
         return [
-            replace(config, parallel=ParallelConfig(**layout), train=replace(config.train, recompute=recompute))
-            for layout, recompute in variants
+            [
+                train(replace(config, parallel=ParallelConfig(**layout), train=replace(config.train, recompute=way)))
+                for layout, way in variants(placement)
+            ]
+            for placement in LAYOUTS
+            for config in [placed(placement)]
         ]
 
-    everywhere = variants(({}, "none"), ({}, "selective"), ({}, "full"))
-    # Each layout with its own way to recompute, and a schedule with all.
-    ways = itertools.cycle(("full", "none", "selective"))
-    others = [(layouts[0], way) for way in ("none", "selective")] if "virtual_pipeline" in layouts[0] else []
-    on_two = variants(*zip(layouts, ways, strict=False), *others)
-    alone = run_ranks(lambda: [train(variant) for variant in everywhere], 1)[0]
-    together = run_ranks(lambda: [train(variant) for variant in on_two], 2)[0]
-    for run in (*alone[1:], *together):
-        for actual, expected in zip(run, alone[0], strict=True):
-            assert actual == pytest.approx(expected, rel=TOLERANCE)
+    def on_two(placement: PlacementConfig) -> list[tuple[dict[str, int], Any]]:
+        """Each layout with its own way to recompute, and a schedule with all."""
+        layouts = LAYOUTS[placement]
+        others = [(layouts[0], way) for way in ("none", "selective")] if "virtual_pipeline" in layouts[0] else []
+        return [*zip(layouts, itertools.cycle(("full", "none", "selective")), strict=False), *others]
+
+    alone = run_ranks(lambda: of_all(lambda _: [({}, "none"), ({}, "selective"), ({}, "full")]), 1)[0]
+    together = run_ranks(lambda: of_all(on_two), 2)[0]
+    return {placement: [*one, *two] for placement, one, two in zip(LAYOUTS, alone, together, strict=True)}
+
+
+@pytest.mark.parametrize("placement", LAYOUTS, ids=str)
+def test_no_layout_and_no_recomputation_changes_a_run(trained: dict[PlacementConfig, Any], placement: Any) -> None:
+    expected, *runs = trained[placement]
+    assert len(runs) == 2 + len(LAYOUTS[placement]) + 2 * ("virtual_pipeline" in LAYOUTS[placement][0])
+    for run in runs:
+        for actual, reference in zip(run, expected, strict=True):
+            assert actual == pytest.approx(reference, rel=TOLERANCE)
 
 
 def test_blocks_of_another_family_pass_it_on(run_ranks: Any) -> None:
