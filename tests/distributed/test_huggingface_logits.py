@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -70,26 +71,38 @@ def exported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return export_all(run_ranks, tmp_path_factory.mktemp("exported"), MODELS)
 
 
+@pytest.fixture(scope="module")
+def loaded(exported: Any) -> Callable[[str], tuple[Any, dict[str, Any]]]:
+    """A model as transformers loads it, and what it says of that, by the model's name. For tests that leave it as it is."""
+
+    @functools.cache
+    def of(name: str) -> tuple[Any, dict[str, Any]]:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            exported(name)[0], trust_remote_code=True, output_loading_info=True
+        )
+        return model.eval(), report
+
+    return of
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_the_same(exported: Any, name: str) -> None:
-    folder, expected = exported(name)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True
-    )
+def test_logits_are_the_same(exported: Any, loaded: Any, name: str) -> None:
+    _, expected = exported(name)
+    model, report = loaded(name)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.float32
     with torch.no_grad():
-        logits = model.eval()(some_tokens()).logits
+        logits = model(some_tokens()).logits
     scale = float(expected.abs().max())
     assert scale > 0.1
     torch.testing.assert_close(logits, expected, rtol=0, atol=5e-6 * scale)
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
+def test_cached_decoding_is_the_full_forward(exported: Any, loaded: Any, name: str) -> None:
     """One by one, several at once after others, and in a cache of fixed size."""
-    folder, expected = exported(name)
-    model, tokens = load(folder), some_tokens()
+    _, expected = exported(name)
+    (model, _), tokens = loaded(name), some_tokens()
     fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
     for cache, steps in ((None, (5, 1, 1, 9)), (fixed, (4, 1, 5, 6))):
         found = []
@@ -102,8 +115,8 @@ def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "engram and move", "ple", *BY_TOKENS, *STREAMS])
-def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
-    model = load(exported(name)[0])
+def test_generation_is_that_of_full_forwards_whatever_the_padding(loaded: Any, name: str) -> None:
+    model, _ = loaded(name)
     tokens, num_new = some_tokens(2, 9), 6
     alone = []
     for prompt in (tokens[:1], tokens[1:, 4:]):
@@ -123,13 +136,13 @@ def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any,
 
 
 @pytest.mark.parametrize("name", ["v2", "engram", "ple", *STREAMS[:2]])
-def test_padding_is_seen_by_nobody(exported: Any, name: str) -> None:
-    folder, expected = exported(name)
+def test_padding_is_seen_by_nobody(exported: Any, loaded: Any, name: str) -> None:
+    _, expected = exported(name)
     padded = torch.cat((torch.zeros(3, 4, dtype=torch.int64), some_tokens()), 1)
     mask = (torch.arange(20) >= 4).long().expand(3, -1)
     with torch.no_grad():
         for given in ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, {}):
-            logits = load(folder)(padded, attention_mask=mask, **given).logits
+            logits = loaded(name)[0](padded, attention_mask=mask, **given).logits
             assert not logits.isnan().any()
             torch.testing.assert_close(logits[:, 4:], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
@@ -427,9 +440,9 @@ def test_the_map_of_token_ids_goes_along(exported: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["v2", "midus"])
-def test_the_inner_model_is_loaded_alone(exported: Any, name: str) -> None:
+def test_the_inner_model_is_loaded_alone(exported: Any, loaded: Any, name: str) -> None:
     folder, expected = exported(name)
-    head = load(folder).lm_head
+    head = loaded(name)[0].lm_head
     for device in (None, "cpu"):
         inner = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True, memory_device=device).eval()
         with torch.no_grad():
@@ -438,12 +451,12 @@ def test_the_inner_model_is_loaded_alone(exported: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["v2", "engram", "ple", *STREAMS[:2]])
-def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any, name: str) -> None:
-    folder, expected = exported(name)
+def test_documents_that_begin_at_0_in_one_row_do_not_see_each_other(exported: Any, loaded: Any, name: str) -> None:
+    _, expected = exported(name)
     tokens = some_tokens()
     positions = torch.arange(tokens.shape[1]).repeat(len(tokens)).unsqueeze(0)
     with torch.no_grad():
-        logits = load(folder)(tokens.flatten().unsqueeze(0), position_ids=positions, use_cache=False).logits
+        logits = loaded(name)[0](tokens.flatten().unsqueeze(0), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(logits.view_as(expected), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -500,9 +513,9 @@ PLACED = [
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_accelerate_finds_places_by_itself(exported: Any, tmp_path: Path, name: str) -> None:
+def test_accelerate_finds_places_by_itself(exported: Any, loaded: Any, tmp_path: Path, name: str) -> None:
     folder, expected = exported(name)
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in load(folder).parameters())
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in loaded(name)[0].parameters())
     model = load(folder, device_map="auto", max_memory={"cpu": num_bytes - 1}, offload_folder=str(tmp_path))
     assert "disk" in model.hf_device_map.values()
     with torch.no_grad():
