@@ -243,17 +243,18 @@ COPIES_OF_ROWS = replace(
     train=replace(SPLIT.train, recompute="none"),
 )
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
+# Two microbatches, which fill two stages.
+FILLED = replace(DENSE, parallel=ParallelConfig(tensor=2, pipeline=2), train=replace(DENSE.train, global_batch_size=32))
+# Four, of which the stages have no more than two on their way at once.
 AHEAD = replace(
-    DENSE,
+    FILLED,
     model=replace(DENSE.model, multi_token_prediction=MultiTokenConfig(depth=2)),
-    parallel=ParallelConfig(tensor=2, pipeline=2),
+    train=replace(DENSE.train, global_batch_size=64),
 )
 # Several residual streams: what blocks keep, and what stages send.
 STREAMS = {
     f"streams, {kind}": replace(
-        DENSE,
-        model=replace(DENSE.model, residual_streams=ResidualStreamsConfig(kind=kind, rank=32)),
-        parallel=ParallelConfig(tensor=2, pipeline=2),
+        FILLED, model=replace(DENSE.model, residual_streams=ResidualStreamsConfig(kind=kind, rank=32))
     )
     for kind in ("mhc", "single_pass", "gated", "plain")
 }
