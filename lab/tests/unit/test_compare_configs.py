@@ -169,6 +169,7 @@ def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None
         "ultramemv2_embeddings": "ultramem_v2 and lave",
         "engram_embeddings": "engram and lave",
         "residual_embeddings": "residual_ngrams and lave",
+        "embedding_embeddings": "ngram_embedding and lave",
     }
     assert config.model.memory_kinds == kinds.get(path.stem, path.stem)
 
