@@ -83,9 +83,8 @@ class RowGradient:
         self.is_due = is_due
 
     def count(self, num_tokens: Tensor) -> None:
-        """Count the tokens that the gradients of the step are summed over, of all ranks."""
-        # Megatron's own, which it may use again.
-        self._num_tokens = num_tokens.to(torch.int64, copy=True)
+        """Keep the number, [] int64, of the tokens that the step's gradients are summed over, of all ranks."""
+        self._num_tokens = num_tokens
 
     @property
     def num_tokens(self) -> Tensor | None:

@@ -380,6 +380,9 @@ class Checkpoints(Callback):
             self._is_due = False
         self._tell(run)
 
+    def on_rewind(self, run: Run) -> None:
+        self._is_due = False
+
     def on_end(self, run: Run) -> None:
         run.save()
         run.saver.finish()

@@ -91,8 +91,10 @@ def add_up_rows(
     if not gradients:
         return
     if num_tokens is not None:
+        # Of several steps an int32 might overflow, and Megatron may use its own again.
+        own = num_tokens.to(torch.int64, copy=True)
         for gradient in gradients.values():
-            gradient.count(num_tokens)
+            gradient.count(own)
     if not all(gradient.is_due for gradient in gradients.values()):
         return
     RowGradient.add_up(gradients.values())
