@@ -291,7 +291,7 @@ def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
     assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
     assert parts.calls["restore_run"] == (
         (parts.saved, ["wrapped chunks"], "optimizer"),
-        {"trained": ALL, "with_moments": True},
+        {"trained": ALL, "tables_every": 1, "with_moments": True},
     )
     assert parts.calls["build_unset_chunks"] == ((config, GROUPS), {"vocab_size": 257})
     assert "build_chunks" not in parts.calls
