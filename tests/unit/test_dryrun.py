@@ -41,6 +41,7 @@ from tests.unit.dry_runs import (
     CUT,
     IN_FILES,
     LAUNCHED_STREAMS,
+    LONGER,
     MEMORY,
     MIXTURE,
     PARTLY_IN_FILES,
@@ -239,7 +240,7 @@ def test_weights_move_to_their_buffer_before_gradients_in_bf16_have_one() -> Non
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
     from lab.maintenance.agreement import figures
 
-    (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
+    (stage, _), (sent, _), report = stage_bytes(LONGER, WORLD), stages_sent(LONGER, WORLD), reports["split"][0]
     off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
     bad = {figure.name for figure in figures(report, off, replace(sent, memory=sent.memory + 1e4)) if not figure.agrees}
     assert bad >= {"weights", "tables", "optimizer state of tables", "sent: memory"}
@@ -310,7 +311,7 @@ def test_stages_hold_the_model(reports: dict[str, list[Any]]) -> None:
 
 def test_exchanged_bytes_are_those_of_the_formula(reports: dict[str, list[Any]]) -> None:
     for report in reports["split"]:
-        assert sum(c.sent_bytes for c in report.collectives if c.axis == "memory") == exchanged_bytes(SPLIT, WORLD)
+        assert sum(c.sent_bytes for c in report.collectives if c.axis == "memory") == exchanged_bytes(LONGER, WORLD)
 
 
 def test_weights_gradients_and_optimizer_state_are_what_is_held(reports: dict[str, list[Any]]) -> None:
