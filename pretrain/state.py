@@ -114,20 +114,25 @@ class RunState:
 
     def updating_tables(self, every: int) -> RunState:
         """The state from which on tables are updated with every so many updates of the run."""
-        if every == (self.tables_every[-1][1] if self.tables_every else 1):
+        if every == self._tables[1]:
             return self
         return replace(self, tables_every=(*self.tables_every, (self.num_updates, every)))
 
     @property
     def num_waiting(self) -> int:
         """Updates of the run since the last one of its tables."""
-        first, every = self.tables_every[-1] if self.tables_every else (0, 1)
+        first, every = self._tables
         return (self.num_updates - first) % every
 
     @property
     def updates_tables(self) -> bool:
         """True if the next update is one of the tables, too."""
-        return self.num_waiting + 1 == (self.tables_every[-1][1] if self.tables_every else 1)
+        return self.num_waiting + 1 == self._tables[1]
+
+    @property
+    def _tables(self) -> tuple[int, int]:
+        """The last entry of `tables_every`."""
+        return self.tables_every[-1] if self.tables_every else (0, 1)
 
     def reading(self, tokenizer: str | None, datasets: tuple[DataRead, ...]) -> RunState:
         """The state from which on these data sets are read, of one tokenizer."""

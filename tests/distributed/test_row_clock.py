@@ -11,15 +11,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from test_read_rows import LAYOUTS, MODELS, REPLICAS, config_of
-from test_stored_tables import on_samples
-from tiny_runs import TinyRun, joined, on, tiny_run
+from test_read_rows import MODELS, config_of
+from test_stored_tables import on_samples, steps_on_layouts
+from tiny_runs import TinyRun, joined, tiny_run
 from torch import Tensor
 
 from kernels.common.table_scale import scale_of
 from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import validate
 
 NUM_STEPS = 4
 KINDS = {
@@ -52,40 +51,7 @@ def tables_of(run: TinyRun) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_layout_takes_the_steps_of_one_rank(run_ranks: Any, num_ranks: int) -> None:
-    cases = {
-        name: (axes, KINDS[name])
-        for name, (size, axes) in (LAYOUTS | REPLICAS).items()
-        if size == num_ranks and name in KINDS
-    }
-    assert cases
-
-    def one_rank() -> dict[str, Tensor]:
-        found = {}
-        for _, kind in cases.values():
-            with joined(by_reads(kind)) as groups:
-                found[kind] = torch.tensor(on_samples(by_reads(kind), groups).train(NUM_STEPS))
-        return found
-
-    def main() -> dict[str, Tensor]:
-        found = {}
-        for name, (axes, kind) in cases.items():
-            config = on(by_reads(kind), **axes)
-            validate(config, num_ranks)
-            with joined(config) as groups:
-                found[name] = torch.tensor(on_samples(config, groups).train(NUM_STEPS))
-        return found
-
-    (expected,) = run_ranks(one_rank, 1)
-    for of_rank in run_ranks(main, num_ranks):
-        for name, (_, kind) in cases.items():
-            torch.testing.assert_close(
-                of_rank[name],
-                expected[kind],
-                rtol=2e-5,
-                atol=0,
-                equal_nan=True,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+    steps_on_layouts(run_ranks, num_ranks, KINDS, by_reads, NUM_STEPS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

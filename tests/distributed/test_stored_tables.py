@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ import pytest
 import torch
 from test_checkpoint_layouts import read_all
 from test_layouts import shards
-from test_read_rows import MODELS, Trained, config_of, differences
+from test_read_rows import LAYOUTS as LAYOUTS_OF_ROWS
+from test_read_rows import MODELS, REPLICAS, Trained, config_of, differences
 from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
 
 from megamem.attention.documents import document_positions
@@ -118,6 +119,48 @@ def on_samples(config: RunConfig, groups: ParallelGroups) -> TinyRun:
     run.run.train_data = Samples(config)  # type: ignore[assignment]
     run.batches = run.run.batches()
     return run
+
+
+def steps_on_layouts(
+    run_ranks: Any, num_ranks: int, kinds: Mapping[str, str], config_of_kind: Callable[[str], RunConfig], num_steps: int
+) -> dict[str, torch.Tensor]:
+    """Loss and norm of every step of one rank, [steps, 2] by kind, once the layouts of so many ranks have taken the same.
+
+    Args:
+        kinds: kinds of models by layouts of `test_read_rows`, of any number of ranks.
+    """
+    cases = {
+        name: (axes, kinds[name])
+        for name, (size, axes) in (LAYOUTS_OF_ROWS | REPLICAS).items()
+        if size == num_ranks and name in kinds
+    }
+    assert cases
+
+    def steps(config: RunConfig) -> torch.Tensor:
+        with joined(config) as groups:
+            return torch.tensor(on_samples(config, groups).train(num_steps))
+
+    def main() -> dict[str, torch.Tensor]:
+        found = {}
+        for name, (axes, kind) in cases.items():
+            config = on(config_of_kind(kind), **axes)
+            validate(config, num_ranks)
+            found[name] = steps(config)
+        return found
+
+    expected: dict[str, torch.Tensor]
+    (expected,) = run_ranks(lambda: {kind: steps(config_of_kind(kind)) for _, kind in cases.values()}, 1)
+    for of_rank in run_ranks(main, num_ranks):
+        for name, (_, kind) in cases.items():
+            torch.testing.assert_close(
+                of_rank[name],
+                expected[kind],
+                rtol=2e-5,
+                atol=0,
+                equal_nan=True,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+    return expected
 
 
 def config_for(kind: str, precision: Literal["fp32", "bf16"]) -> RunConfig:

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from test_read_rows import LAYOUTS, MODELS, REPLICAS, Trained, config_of, differences
-from test_stored_tables import Samples, on_samples, trained
-from tiny_runs import joined, on, tiny_run
+from test_read_rows import MODELS, Trained, config_of, differences
+from test_stored_tables import Samples, on_samples, steps_on_layouts, trained
+from tiny_runs import joined, tiny_run
 
 from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import validate
 from pretrain.engine.step import Batch
 
 EVERY = 2
 KINDS = {
-    "one rank": "two families",
     "tensor 2 x memory 4, 2 of rows": "shared",
     "pipeline 2": "move, unevenly",
     "context 2 x memory 2": "move by n-grams",
@@ -97,44 +96,9 @@ def test_steps_between_move_all_but_tables_by_a_norm_without_them(run_ranks: Any
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_layout_takes_the_steps_of_one_rank(run_ranks: Any, num_ranks: int) -> None:
-    cases = {
-        name: (axes, KINDS[name])
-        for name, (size, axes) in (LAYOUTS | REPLICAS).items()
-        if size == num_ranks and name in KINDS
-    }
-    assert cases
-
-    def losses(config: RunConfig, groups: Any) -> torch.Tensor:
-        return torch.tensor(on_samples(config, groups).train(6))
-
-    def one_rank() -> dict[str, torch.Tensor]:
-        found = {}
-        for _, kind in cases.values():
-            with joined(updated_every(kind, EVERY)) as groups:
-                found[kind] = losses(updated_every(kind, EVERY), groups)
-        return found
-
-    def main() -> dict[str, torch.Tensor]:
-        found = {}
-        for name, (axes, kind) in cases.items():
-            config = on(updated_every(kind, EVERY), **axes)
-            validate(config, num_ranks)
-            with joined(config) as groups:
-                found[name] = losses(config, groups)
-        return found
-
-    (expected,) = run_ranks(one_rank, 1)
-    for of_rank in run_ranks(main, num_ranks):
-        for name, (_, kind) in cases.items():
-            assert expected[kind].isnan().any(1).tolist() == [False, False, True, False, False, False]
-            torch.testing.assert_close(
-                of_rank[name],
-                expected[kind],
-                rtol=2e-5,
-                atol=0,
-                equal_nan=True,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+    of_one_rank = steps_on_layouts(run_ranks, num_ranks, KINDS, partial(updated_every, every=EVERY), 6)
+    for steps in of_one_rank.values():
+        assert steps.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
 
 def test_a_resumed_run_is_the_straight_one_and_may_change_the_number(run_ranks: Any, tmp_path: Path) -> None:
