@@ -130,6 +130,11 @@ class RunState:
         return self.num_waiting + 1 == self._tables[1]
 
     @property
+    def table_updates(self) -> tuple[bool, bool]:
+        """Flags: the next update is one of the tables, too; the one behind it is."""
+        return self.updates_tables, replace(self, num_updates=self.num_updates + 1).updates_tables
+
+    @property
     def _tables(self) -> tuple[int, int]:
         """The last entry of `tables_every`."""
         return self.tables_every[-1] if self.tables_every else (0, 1)

@@ -36,6 +36,19 @@ class DistinctRows:
     counts: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class WaitingStep:
+    """Lookups of a step that an update waits for.
+
+    Attributes:
+        lookups: with ids as of `numbers`.
+        numbers: `RowGradient.numbers` in that step.
+    """
+
+    lookups: tuple[Lookup, ...]
+    numbers: Tensor | None
+
+
 class RowGradient:
     """A table's gradient of one step, or of those since the last update.
 
@@ -46,7 +59,9 @@ class RowGradient:
         read: rows, once `add_up` has added them up.
         sums: [N, W] fp32, likewise.
         choose: tells which of the rows that all replicas have read are trained, [N] bool; None: all are.
-        numbers: [num_rows] int64, the rows' numbers among this rank's rows of the table; None: they are all of these.
+        numbers: [num_rows] int64, the rows' numbers among this rank's rows of the table, ascending; None: they are all of
+            these.
+        waiting: steps since the last update whose lookups wait for the next one.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -58,18 +73,20 @@ class RowGradient:
         self.repeats = 1
         self.is_due = True
         self._lookups: list[Lookup] = []
-        self._waiting: list[Lookup] = []
         self._num_tokens: Tensor | None = None
         self._num_waiting_tokens: Tensor | None = None
         self.read: DistinctRows | None = None
         self.sums: Tensor | None = None
         self.choose: Callable[[RowGradient], Tensor] | None = None
         self.numbers: Tensor | None = None
+        self.waiting: tuple[WaitingStep, ...] = ()
 
     def of_rows(self, numbers: Tensor) -> RowGradient:
-        """A gradient like this one, of the table's rows of these numbers."""
+        """The next step's gradient, of the table's rows of these numbers, [n] int64 and ascending, with what waits in this
+        one: in a step that updates the table, rows of the steps that wait are among them."""
         found = RowGradient(len(numbers), self._width)
         found.repeats, found.choose, found.numbers = self.repeats, self.choose, numbers
+        found.waiting, found._num_waiting_tokens = self.waiting, self._num_waiting_tokens
         return found
 
     def add(self, lookup: Lookup) -> None:
@@ -95,31 +112,38 @@ class RowGradient:
 
     def wait(self) -> None:
         """Have the step's lookups wait for the one that updates the table."""
-        self._waiting += self._lookups
+        if self._lookups:
+            self.waiting += (WaitingStep(tuple(self._lookups), self.numbers),)
         self._num_waiting_tokens = self.num_tokens
         self._lookups.clear()
 
     def clear(self) -> None:
         """Forget lookups and sums, those that wait, too."""
         self.begin_step(is_due=self.is_due)
-        self._waiting.clear()
+        self.waiting = ()
         self._num_waiting_tokens = None
 
-    @property
     def _all_lookups(self) -> list[Lookup]:
-        return [*self._waiting, *self._lookups]
+        """Lookups since the last update, with ids as of `numbers`."""
+        self.waiting = tuple(self._renumbered(step) for step in self.waiting)
+        return [*(lookup for step in self.waiting for lookup in step.lookups), *self._lookups]
 
-    @property
-    def _key(self) -> tuple[int, ...]:
-        """Key that tables have in common which the same lookups read: their tensors of ids live in the lookups."""
-        return (self.num_rows, *(id(lookup.ids) for lookup in self._all_lookups))
+    def _renumbered(self, step: WaitingStep) -> WaitingStep:
+        if self.numbers is None or step.numbers is None or step.numbers is self.numbers:
+            return step
+        places = torch.searchsorted(self.numbers, step.numbers, out_int32=True)
+        lookups = (
+            replace(lookup, ids=places.index_select(0, lookup.ids.flatten()).view(lookup.ids.shape))
+            for lookup in step.lookups
+        )
+        return WaitingStep(tuple(lookups), self.numbers)
 
-    def _add_up(self, read: DistinctRows) -> None:
+    def _add_up(self, lookups: Iterable[Lookup], read: DistinctRows) -> None:
         self.read = read
         self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
         if read.rows.numel():
-            lookups = (replace(lookup, ids=slots) for lookup, slots in zip(self._all_lookups, read.slots, strict=True))
-            for lookup in in_groups(lookups, self._width):
+            numbered = (replace(lookup, ids=slots) for lookup, slots in zip(lookups, read.slots, strict=True))
+            for lookup in in_groups(numbered, self._width):
                 lookup.add_to(self.sums)
         # What waits does so until the update is applied.
         self._lookups.clear()
@@ -127,17 +151,19 @@ class RowGradient:
     @staticmethod
     def add_up(gradients: Iterable[RowGradient]) -> None:
         """Add up what lookups have left. Rows are looked for once for tables that the same lookups read."""
-        read = [gradient for gradient in gradients if gradient._all_lookups]
-        # Before any lookup is dropped, and another tensor may get its ids' number.
-        keys = [gradient._key for gradient in read]
+        read = [(gradient, lookups) for gradient in gradients if (lookups := gradient._all_lookups())]
+        # Tables that the same lookups read have a key in common. All keys are made before any lookup is dropped, and another
+        # tensor may get its ids' number.
+        keys = [(gradient.num_rows, *(id(lookup.ids) for lookup in lookups)) for gradient, lookups in read]
         known: dict[tuple[int, ...], DistinctRows] = {}
-        for key, gradient in zip(keys, read, strict=True):
+        for key in keys:
+            gradient, lookups = read.pop(0)
             if key not in known:
-                ids = [lookup.ids for lookup in gradient._all_lookups]
+                ids = [lookup.ids for lookup in lookups]
                 known[key] = distinct_rows(
                     ids, gradient.num_rows, repeats=gradient.repeats, counted=gradient.choose is not None
                 )
-            gradient._add_up(known[key])
+            gradient._add_up(lookups, known[key])
 
 
 def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1, counted: bool = False) -> DistinctRows:

@@ -264,12 +264,8 @@ def _tables_every(config: RunConfig) -> Iterator[str]:
                 f"{key}, and {name} is {last}, which{behind} is no multiple of it: add "
                 f"{every - (last - first) % every}, or {fix}"
             )
-    for name, why in (
-        ("table_folder", "which has the rows of one step on the device alone"),
-        ("trained_rows", "which chooses rows for every step"),
-    ):
-        if getattr(optimizer, name) is not None:
-            yield f"{key}, and optimizer.{name} is set, {why}: leave it out, or {fix}"
+    if optimizer.trained_rows is not None:
+        yield f"{key}, and optimizer.trained_rows is set, which chooses rows for every step: leave it out, or {fix}"
 
 
 def _control(config: RunConfig) -> Iterator[str]:

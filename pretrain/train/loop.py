@@ -79,7 +79,11 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     seed_step(config.seed, run.state.step)
     apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
     stored = run.stored_tables
-    with nullcontext() if stored is None else stored.step(run.reads, run.samples, run.following_samples):
+    with (
+        nullcontext()
+        if stored is None
+        else stored.step(run.reads, run.samples, run.following_samples, run.state.table_updates)
+    ):
         result = train_step(
             run.chunks,
             run.optimizer,

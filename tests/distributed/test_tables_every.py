@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from test_read_rows import MODELS, Trained, config_of, differences
-from test_stored_tables import Samples, on_samples, steps_on_layouts, trained
-from tiny_runs import joined, tiny_run
+from test_read_rows import MODELS, REPLICAS, Trained, config_of, differences
+from test_stored_tables import Samples, in_files, on_samples, steps_on_layouts, trained
+from tiny_runs import joined, on, tiny_run
 
 from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
 from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
 from pretrain.engine.step import Batch
 
 EVERY = 2
@@ -99,6 +100,32 @@ def test_every_layout_takes_the_steps_of_one_rank(run_ranks: Any, num_ranks: int
     of_one_rank = steps_on_layouts(run_ranks, num_ranks, KINDS, partial(updated_every, every=EVERY), 6)
     for steps in of_one_rank.values():
         assert steps.isnan().any(1).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_tables_in_files_wait_as_those_on_the_device_do(run_ranks: Any, tmp_path: Path, num_ranks: int) -> None:
+    """To the bit, with a decay, and once the run goes on from a checkpoint. On one rank the skipped step would have updated tables,
+    and the next one does, which nobody foresaw."""
+    config = updated_every("two families", EVERY, "bf16", value_weight_decay=0.1)
+    if num_ranks > 1:
+        config = on(config, **REPLICAS["data 4 x memory 2 of rows"][1] | {"memory_rows": 1})
+    else:
+        optimizer = replace(config.optimizer, tables_every=3)
+        config = replace(config, optimizer=optimizer, train=replace(config.train, num_steps=21))
+
+    def main() -> tuple[list[str], list[str]]:
+        stored = in_files(config, tmp_path / "tables")
+        validate(stored, num_ranks)
+        with joined(config) as groups:
+            device, files = (on_samples(each, groups) for each in (config, stored))
+            first = differences(trained(device, 7), trained(files, 7))
+            files.save(tmp_path)
+            assert files.run.state == device.run.state
+            again = on_samples(stored, groups)
+            again.resume(tmp_path / f"step_{files.run.state.step:08d}")
+            return first, differences(trained(device, 4), trained(again, 4))
+
+    assert run_ranks(main, num_ranks) == [([], [])] * num_ranks
 
 
 def test_a_resumed_run_is_the_straight_one_and_may_change_the_number(run_ranks: Any, tmp_path: Path) -> None:

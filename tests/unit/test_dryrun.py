@@ -167,15 +167,17 @@ def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: 
 
 
 @pytest.mark.parametrize(
-    ("whole", "num_replicas"),
-    [(IN_FILES, 1), (IN_FILES, 4), (PARTLY_IN_FILES, 1)],
-    ids=["one family", "replicas", "one of two families"],
+    ("whole", "num_replicas", "every"),
+    [(IN_FILES, 1, 1), (IN_FILES, 4, 1), (IN_FILES, 4, 3), (PARTLY_IN_FILES, 1, 1)],
+    ids=["one family", "replicas", "replicas, every third step", "one of two families"],
 )
-def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig, num_replicas: int) -> None:
-    """Files, and rows of two steps, of all replicas, beside the largest moment of a step; ids are exchanged once per step."""
+def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig, num_replicas: int, every: int) -> None:
+    """Files, and rows of two steps, of all replicas, beside the largest moment of a step; ids are exchanged once per step. A
+    step that updates tables has the rows of those that wait, too."""
     from lab.maintenance.agreement import figures
 
     config = replace(whole, parallel=replace(whole.parallel, memory=32 // num_replicas))
+    config = replace(config, optimizer=replace(config.optimizer, tables_every=every))
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
     for report in launch_within(lambda: of_all_stages(config, WORLD, as_gpu=True), 1, timeout_s=280, num_threads=1)[0]:
         stage = stages[report.stage]
@@ -183,7 +185,9 @@ def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig,
         assert (MemoryPart.TABLES in report.held.by_part) == (whole is PARTLY_IN_FILES)
         counted = report.peak_of_step.total
         # Of two families plans take every lookup's operands to be the larger's, and those of joined ones to be there twice.
-        assert counted * 0.96 <= stage.total <= (1.4 if whole is PARTLY_IN_FILES else 1.3) * counted
+        # Where rows of three steps are exchanged between replicas, that is the largest moment, and planned nine percent below.
+        least, most = 0.96 if every == 1 else 0.9, 1.4 if whole is PARTLY_IN_FILES else 1.3
+        assert counted * least <= stage.total <= most * counted
         bad = [each for each in figures(report, stage, sent[report.stage]) if not each.agrees]
         assert {each.name for each in bad} <= {"table gradients", "activations"}
         assert ids_ahead_bytes(config, Division.of(config, WORLD)) == 31 * 2 * 512 * 8

@@ -3,7 +3,8 @@
 Tokens say which rows a step reads (`pretrain.engine.tables.step_reads`). While a step runs, a thread finds the rows of the next one
 and fetches them, weights and state; after the update it writes the step's own rows back. The thread does one thing after the other, so that a fetch sees
 all writes but the one of the step that it runs beside: rows that both steps read go from one to the other on the device.
-What a step computes with is to the bit what a table on the device would have given it.
+What a step computes with is to the bit what a table on the device would have given it. A step that updates tables for those before it
+(`optimizer.tables_every`) has the rows of all of them.
 
 Replicas have files of their own, and fetch the rows that any of them reads: each updates all of these, and so all files have the
 same bits.
@@ -96,11 +97,13 @@ class StoredTable:
         bank: its index.
         records: records of the file.
         staged: the rows of the step that runs; None: none does.
+        waiting: [n] int64 in host memory each, rows of steps that the next update waits for.
     """
 
     def __init__(self, parameter: nn.Parameter, bank: int, records: FileRecords, owner: StoredTables) -> None:
         self.parameter, self.bank, self.records, self.owner = parameter, bank, records, owner
         self.staged: Staged | None = None
+        self.waiting: tuple[Tensor, ...] = ()
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -128,6 +131,29 @@ class StoredTable:
             gradient = of_table.of_rows(staged.numbers)
             for table in (self.parameter, staged.weights.requires_grad_()):
                 table.row_gradient = gradient  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """End the step, and keep its rows' numbers while its lookups wait for an update."""
+        staged, self.staged = self.staged, None
+        gradient: RowGradient | None = getattr(self.parameter, "row_gradient", None)
+        if gradient is None or not gradient.waiting:
+            self.waiting = ()
+        elif staged is not None and gradient.waiting[-1].numbers is staged.numbers:
+            self.waiting += (staged.rows,)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A fetch for the next step.
+
+    Attributes:
+        samples: samples of that step.
+        updates: the fetch has the rows of steps that wait for an update, too.
+    """
+
+    samples: range
+    updates: bool
+    staged: Future[list[Staged]]
 
 
 @dataclass(frozen=True)
@@ -161,7 +187,7 @@ class StoredTables:
         self._tables: dict[nn.Parameter, StoredTable] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tables")
         self._ids: tuple[range, Future[Tensor]] | None = None
-        self._ahead: tuple[range, Future[list[Staged]]] | None = None
+        self._ahead: _Ahead | None = None
         self.waits = Waits()
         self._writes: list[Future[None]] = []
 
@@ -173,6 +199,10 @@ class StoredTables:
         """Bring the rows of this table, too."""
         self._tables[table.parameter] = table
         return table
+
+    def __iter__(self) -> Iterator[StoredTable]:
+        """All tables, in the order in which they were made."""
+        return iter(self._tables.values())
 
     def __contains__(self, table: nn.Parameter) -> bool:
         """Tell whether this table lies in a file."""
@@ -188,7 +218,9 @@ class StoredTables:
         return self._files.num_bytes
 
     @contextmanager
-    def step(self, reads: Reads, samples: range, following: Sequence[range]) -> Iterator[None]:
+    def step(
+        self, reads: Reads, samples: range, following: Sequence[range], updates: tuple[bool, bool] = (True, True)
+    ) -> Iterator[None]:
         """Have the rows of a step's samples on the device within the block, and write those back that it updates.
         Collective over the stage.
 
@@ -196,23 +228,28 @@ class StoredTables:
             samples: numbers of the step's samples, over all ranks.
             following: samples of the next two steps, as far as there are any. Should the next one be another one, its
                 rows are fetched when it begins.
+            updates: flags: this step updates the tables; the next one does, if this one is not skipped.
         """
-        staged = self._rows_for(reads, samples)
+        staged = self._rows_for(reads, samples, updates=updates[0])
         if following:
             ids = self._exchanged(reads, following[0])
-            self._ahead = following[0], self._thread.submit(self._fetch_step, reads, ids, staged)
+            waiting = None
+            if updates == (False, True):
+                waiting = [(*table.waiting, own.rows) for table, own in zip(self, staged, strict=True)]
+            fetch = self._thread.submit(self._fetch_step, reads, ids, staged, waiting)
+            self._ahead = _Ahead(following[0], updates[1], fetch)
         if following[1:]:
             self._ids = following[1], self._thread.submit(self._own_ids, reads, following[1])
-        for table, rows in zip(self._tables.values(), staged, strict=True):
+        for table, rows in zip(self, staged, strict=True):
             table.open(rows)
         try:
             yield
         finally:
-            for table in self._tables.values():
-                table.staged = None
+            for table in self:
+                table.close()
         self._writes += [
             self._thread.submit(self._write, table, rows, *self._on_host(rows))
-            for table, rows in zip(self._tables.values(), staged, strict=True)
+            for table, rows in zip(self, staged, strict=True)
             if rows.is_changed
         ]
 
@@ -225,10 +262,10 @@ class StoredTables:
         self._files.expect_all()
 
     def forget(self) -> None:
-        """Fetch anew what was fetched ahead: the tables have been loaded."""
+        """Fetch anew what was fetched ahead: the tables have been loaded, or changed as a whole."""
         self._ids = None
         if self._ahead is not None:
-            self._ahead[1].result()
+            self._ahead.staged.result()
             self._ahead = None
 
     @torch.no_grad()
@@ -267,13 +304,16 @@ class StoredTables:
         """Ids of this rank's share of a step's tokens on the device, in a thread."""
         return self._to_device(reads.own_ids(samples))
 
-    def _rows_for(self, reads: Reads, samples: range) -> list[Staged]:
+    def _rows_for(self, reads: Reads, samples: range, *, updates: bool) -> list[Staged]:
         ahead, self._ahead = self._ahead, None
         started = time.perf_counter()
-        if ahead is None or ahead[0] != samples:
-            staged = self._thread.submit(self._fetch_step, reads, self._exchanged(reads, samples), None).result()
+        # The step before was skipped, if one updates tables against expectation.
+        if ahead is None or ahead.samples != samples or updates > ahead.updates:
+            waiting = [table.waiting for table in self] if updates else None
+            ids = self._exchanged(reads, samples)
+            staged = self._thread.submit(self._fetch_step, reads, ids, None, waiting).result()
         else:
-            staged = ahead[1].result()
+            staged = ahead.staged.result()
         self.waits.waiting_s += time.perf_counter() - started
         while self._writes and self._writes[0].done():
             self._writes.pop(0).result()
@@ -296,29 +336,40 @@ class StoredTables:
         return staged
 
     @torch.no_grad()
-    def _fetch_step(self, reads: Reads, ids: Tensor, beside: Sequence[Staged] | None) -> list[Staged]:
+    def _fetch_step(
+        self,
+        reads: Reads,
+        ids: Tensor,
+        beside: Sequence[Staged] | None,
+        waiting: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[Staged]:
         """Rows of all tables for a step, in a thread.
 
         Args:
             ids: token ids and places of the step (`Reads.exchanged`).
             beside: rows of the step that may update some of them meanwhile.
+            waiting: `StoredTable.waiting` of each table, whose rows are fetched, too.
         """
         started = time.perf_counter()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             found = reads.rows(ids)
-            distinct = [found[table.bank].unique().to(torch.int64) for table in self._tables.values()]
+            distinct = [found[table.bank].unique().to(torch.int64) for table in self]
         fetched = [
-            self._fetch(table, rows, None if beside is None else beside[place])
-            for place, (table, rows) in enumerate(zip(self._tables.values(), distinct, strict=True))
+            self._fetch(
+                table, rows, None if beside is None else beside[place], () if waiting is None else waiting[place]
+            )
+            for place, (table, rows) in enumerate(zip(self, distinct, strict=True))
         ]
         self.waits.fetching_s += time.perf_counter() - started
         return fetched
 
     @torch.no_grad()
-    def _fetch(self, table: StoredTable, rows: Tensor, beside: Staged | None) -> Staged:
+    def _fetch(self, table: StoredTable, rows: Tensor, beside: Staged | None, waiting: Sequence[Tensor] = ()) -> Staged:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 rows = rows.cpu()
+        if waiting:
+            rows = torch.cat((rows, *waiting)).unique()
         # A table is never without rows: kernels are asked for those of no token, too.
         rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
         self._files.bring(table.records, rows)

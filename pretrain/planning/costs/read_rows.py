@@ -8,6 +8,7 @@ there can be: of these entries, or of the table. On a CPU there are as many as w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 from kernels.common.device_bytes import ENTRIES_PER_JOINED_VECTOR, MOST_JOINED_ENTRIES
@@ -71,13 +72,16 @@ def scaled_bytes(config: RunConfig, memory: MemoryConfig, tokens: int, *, backwa
 
 
 def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of the rows of a step and of the next one, on the device, where tables lie in files."""
+    """Bytes of the rows of a step and of the next one, on the device, where tables lie in files. One of them may update the
+    tables, and has the rows of the steps that wait, too."""
+    of_one_step = replace(division, table_microbatches=division.num_microbatches)
     # Each replica updates the rows of all, and fetches those that its layers may choose.
-    return 2 * sum(
+    return sum(
         rows * (memory.row_width / config.parallel.memory_columns * config.train.element_bytes + _PER_FETCHED_ROW)
+        for steps in (division, of_one_step)
         for family in stage.families
         if lies_in_files(config, memory := family.memory)
-        for rows in _most_rows_of_banks(config, stage, division, family, division.table_replicas, known=True)
+        for rows in _most_rows_of_banks(config, stage, steps, family, division.table_replicas, known=True)
     )
 
 

@@ -219,14 +219,15 @@ class DryRank:
             # As after an update, which starts the first gathers that the next forward pass waits for.
             start_gathering(self.chunks)
             self._has_stepped = True
-        for _ in range(self.config.optimizer.tables_every - 1):
+        every = self.config.optimizer.tables_every
+        for number in range(1, every):
             # The step that updates tables has most to do, with what these have left.
-            self._step(updates_tables=False)
+            self._step((False, number + 1 == every))
         recorder.restart_peak()
         recorder.collectives.clear()
         recorder.num_host_reads = recorder.num_kernels = 0
         with nullcontext() if watching is None else watching:
-            self._step()
+            self._step((True, every == 1))
         return RankReport(
             rank=self.groups.rank,
             world_size=self.groups.world_size,
@@ -242,10 +243,12 @@ class DryRank:
             num_microbatches=self.num_microbatches,
         )
 
-    def _step(self, *, updates_tables: bool = True) -> None:
+    def _step(self, updates: tuple[bool, bool]) -> None:
+        """One step; `updates` as of `StoredTables.step`."""
         train = self.config.train
         samples = [range(train.global_batch_size)] * 3
-        with nullcontext() if self._stored is None else self._stored.step(self._reads, samples[0], samples[1:]):
+        stored = self._stored
+        with nullcontext() if stored is None else stored.step(self._reads, samples[0], samples[1:], updates):
             train_step(
                 self.chunks,
                 self.optimizer,
@@ -254,7 +257,7 @@ class DryRank:
                 num_microbatches=self.num_microbatches,
                 micro_batch_size=train.micro_batch_size,
                 sequence_length=train.sequence_length,
-                updates_tables=updates_tables,
+                updates_tables=updates[0],
             )
 
 

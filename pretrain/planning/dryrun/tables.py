@@ -38,16 +38,25 @@ class DryTables(StoredTables):
     def _own_ids(self, reads: Reads, samples: range) -> Tensor:
         return reads.own_ids(samples)
 
-    def _rows_for(self, reads: Reads, samples: range) -> list[Staged]:
+    def _rows_for(self, reads: Reads, samples: range, *, updates: bool) -> list[Staged]:
         if self._ahead is not None:
-            return super()._rows_for(reads, samples)
+            return super()._rows_for(reads, samples, updates=updates)
         # As in the middle of a run: the step before has exchanged the ids.
         own = reads.own_ids(samples)
         return self._fetch_step(reads, own.new_empty(2, len(samples), own.shape[2]), None)
 
-    def _fetch_step(self, reads: Reads, ids: Tensor, beside: Sequence[Staged] | None) -> list[Staged]:
+    def _fetch_step(
+        self,
+        reads: Reads,
+        ids: Tensor,
+        beside: Sequence[Staged] | None,
+        waiting: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[Staged]:
         found = reads.rows(ids)
-        staged = [self._room_for(table, found[table.bank].numel()) for table in self._tables.values()]
+        num_waiting = [sum(len(rows) for rows in of_table) for of_table in waiting or [()] * len(self._tables)]
+        staged = [
+            self._room_for(table, found[table.bank].numel() + num) for table, num in zip(self, num_waiting, strict=True)
+        ]
         for own, before in zip(staged, beside or (), strict=False):
             own.before = before
         return staged

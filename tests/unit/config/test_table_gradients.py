@@ -95,7 +95,6 @@ def test_rows_that_would_wait_for_no_update_are_refused() -> None:
             "checkpoint.every_steps is 5, which is no multiple of it: add 3, or set optimizer",
         ),
         (("optimizer.trained_rows={}",), "optimizer.trained_rows is set, which chooses rows for every step"),
-        (("optimizer.table_folder=/dev/shm",), "optimizer.table_folder is set, which has the rows of one step"),
     ):
         with pytest.raises(ConfigError, match=words):
             validate(quickstart(*every, *overrides), 1)
