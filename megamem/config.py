@@ -275,12 +275,6 @@ class ModelConfig(Config):
                     f"model.{key}.kind is {each.kind}, whose layers are inserted blocks: such a family is the only one of "
                     "its model, leave out model.second_memory"
                 )
-        if memory.ids_before and second.ids_before:
-            raise ValueError(
-                f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}, and both are addressed by "
-                "n-grams, of which a model has those of one family: set address: null for one of them, or leave "
-                "model.second_memory out"
-            )
         if memory.reads_once and second.reads_once:
             raise ValueError(
                 f"model.memory.kind is {memory.kind} and model.second_memory.kind {second.kind}, and layers of both read their "

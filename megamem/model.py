@@ -235,8 +235,7 @@ class MemoryGPTModel(LanguageModule):
             assert position_ids is not None
             for bank in self.own_banks:
                 bank.announce(input_ids)
-            halo = self._machinery.token_halo if cache is None else cache.halo("tokens")
-            inputs = replace(inputs, packed=self._packed(input_ids, position_ids, halo))
+            inputs = replace(inputs, packed=self._packed(input_ids, position_ids, self._machinery.token_halo, cache))
             for read in self._joint_reads():
                 own = inputs.share(self.tp_group) if self.config.sequence_parallel else inputs
                 inputs = replace(inputs, read=read(own))
@@ -414,13 +413,16 @@ class MemoryGPTModel(LanguageModule):
             entries.update(bank.sharded_state_dict(f"{prefix}banks.{name}.", sharded_offsets, metadata))
         return entries
 
-    def _packed(self, token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
-        """[2 + A, s, b], see `megamem.inputs.pack`, of token ids and positions [b, s]."""
+    def _packed(self, token_ids: Tensor, positions: Tensor, halo: Halo, cache: KeyValueCache | None = None) -> Tensor:
+        """[2 + A, s, b], see `megamem.inputs.pack`, of token ids and positions [b, s]; a cache has the tokens before them."""
         packed = pack(token_ids, positions)
-        found = [
-            type(layers[0]).addresses(layers, packed[0], packed[1], halo) for layers in by_family(self.memory_layers)
-        ]
-        return torch.cat((packed, *(each for each in found if each is not None)))
+        parts = [packed]
+        for layers in by_family(self.memory_layers):
+            # Families look back at more or fewer tokens, so a cache keeps each one's own.
+            before = halo if cache is None else cache.halo(layers[0].memory.kind)
+            addresses = type(layers[0]).addresses(layers, packed[0], packed[1], before)
+            parts += [] if addresses is None else [addresses]
+        return torch.cat(parts)
 
 
 def _sites_of(decoder: BlockStack) -> list[MemorySite]:

@@ -314,13 +314,18 @@ MODELS: dict[str, ModelConfig] = {
         memory=StemConfig(value_dim=20),
         second_memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
     ),
-    "engram and move": replace(
+    "engram and move by n-grams": replace(
         BASE,
         vocab_size=None,
         memory=EngramConfig(
             **NGRAMS, token_map=TOKEN_MAP, compressed_vocab_size=50, placement=PlacementConfig(blocks=(1, 2))
         ),
-        second_memory=MoveConfig(value_dim=BASE.query_groups * BASE.attention_head_dim, num_gate_heads=2),
+        # Fewer tokens back than Engram's, of raw ids.
+        second_memory=MoveConfig(
+            value_dim=BASE.query_groups * BASE.attention_head_dim,
+            num_gate_heads=2,
+            address=NgramAddressConfig(heads_per_order=2, num_rows=60),
+        ),
     ),
     "v2 with one stream and lave, beside experts": replace(
         BASE,

@@ -32,7 +32,7 @@ STREAMS = [
 SERVED = ["v2 beside experts, biases", "ultramem, skipping and overlapping", "midus", TWO, *BY_TOKENS, *STREAMS]
 NAN, NOBODYS = float("nan"), torch.tensor([-1])
 STREAMS_BY_NGRAMS = ["streams, mhc, engram", "streams, gated, ple", "streams, single pass, ngram embedding, experts"]
-BY_NGRAMS = ["engram", "engram and move", "ple", "residual n-grams", *STREAMS_BY_NGRAMS]
+BY_NGRAMS = ["engram", "engram and move by n-grams", "ple", "residual n-grams", *STREAMS_BY_NGRAMS]
 NAMES = [*SERVED, *MIXED_VALUES, *BY_NGRAMS, STREAM_AND_HEADS]
 
 

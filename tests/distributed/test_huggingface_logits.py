@@ -114,7 +114,9 @@ def test_cached_decoding_is_the_full_forward(exported: Any, loaded: Any, name: s
         torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["v2", "moe", "midus", "engram", "engram and move", "ple", *BY_TOKENS, *STREAMS])
+@pytest.mark.parametrize(
+    "name", ["v2", "moe", "midus", "engram", "engram and move by n-grams", "ple", *BY_TOKENS, *STREAMS]
+)
 def test_generation_is_that_of_full_forwards_whatever_the_padding(loaded: Any, name: str) -> None:
     model, _ = loaded(name)
     tokens, num_new = some_tokens(2, 9), 6
@@ -163,7 +165,7 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
     [
         *(("v2, ring, gelu", bits) for bits in (8, 4)),
         *((name, 8) for name in ("engram", "tide", "move over latents")),
-        *((name, 4) for name in ("midus", "engram and move", "stem")),
+        *((name, 4) for name in ("midus", "engram and move by n-grams", "stem")),
     ],
 )
 def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, name: str, bits: int) -> None:
@@ -505,7 +507,7 @@ PLACED = [
     "peer",
     "midus",
     "engram",
-    "engram and move",
+    "engram and move by n-grams",
     TWO,
     *BY_TOKENS,
     *STREAMS,

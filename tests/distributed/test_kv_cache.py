@@ -35,6 +35,10 @@ OF_STREAMS = (
     "gated, ple, muon",
     "plain, one query",
 )
+OF_TWO_KINDS = (
+    "tide, no gain, in blocks of mome by n-grams",
+    "engram beside bigrams, one head of two, documents apart",
+)
 LENGTH = SHARED.train.sequence_length
 # Largest error over the largest logit.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
@@ -48,7 +52,7 @@ def dense(**model: Any) -> RunConfig:
 
 def cases() -> dict[str, RunConfig]:
     found = {name: dense(memory=memory) for name, memory in RETRIEVING.items()}
-    found |= {name: config_of_tokens(name) for name in (*OF_TOKENS, "tide, no gain, in blocks of mome by n-grams")}
+    found |= {name: config_of_tokens(name) for name in (*OF_TOKENS, *OF_TWO_KINDS)}
     found |= {
         "one key per head": dense(num_query_groups=None),
         "one key": dense(num_query_groups=1),
@@ -229,7 +233,7 @@ TEXTS = (
     "ultramem_v2, activated",
     "midus",
     "move in blocks of engram",
-    "tide, no gain, in blocks of mome by n-grams",
+    *OF_TWO_KINDS,
     "lave in blocks of stem",
     "lave in blocks of residuals",
     "engram beside learned keys",

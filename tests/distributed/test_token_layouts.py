@@ -158,6 +158,11 @@ TOGETHER: dict[str, tuple[tuple[str, PlacementConfig | None], tuple[str, Placeme
         ("mome", PlacementConfig(blocks=(0, 3))),
     ),
     "tide in blocks of move by n-grams": (("move by n-grams", None), ("tide", None)),
+    # Both look back, at two tokens and at one.
+    "engram beside bigrams, one head of two, documents apart": (
+        ("engram, documents apart", None),
+        ("value n-grams, one head of two, documents apart", PlacementConfig(blocks=(1, 2))),
+    ),
     "tide, no gain, in blocks of mome by n-grams": (
         ("mome by n-grams, routed by values", None),
         ("tide, no gain, every second block", PlacementConfig(blocks=(1, 2))),
@@ -181,8 +186,8 @@ TOGETHER: dict[str, tuple[tuple[str, PlacementConfig | None], tuple[str, Placeme
         ("mome, one key/value head", None),
     ),
 }
-"""Two kinds in one model, each with its blocks, where None are its own: one of ids and one of n-grams know nothing of each
-other but the residual stream, and a weight's name tells which of them is wrong. Every stage has a layer of each that all of them hold."""
+"""Two kinds in one model, each with its blocks, where None are its own: they know nothing of each other but the residual stream,
+and a weight's name tells which of them is wrong. Every stage has a layer of each that all of them hold."""
 STANDS_FOR: dict[str, tuple[str, ...]] = {
     "move in blocks of engram": ("move", "engram"),
     "lave in blocks of residuals": ("lave", "residual n-grams"),
@@ -267,7 +272,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "lave in blocks of residuals",
         "tide by n-grams in blocks of lave",
         "stem beside ngram embedding",
-        "engram, documents apart",
+        "engram beside bigrams, one head of two, documents apart",
     ),
     SELECTIVE: (
         *OF_EVERYWHERE,
@@ -283,7 +288,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "lave by n-grams, documents apart",
         "tide by n-grams in blocks of lave",
         "engram, ple",
-        "engram, documents apart",
+        "engram beside bigrams, one head of two, documents apart",
         "engram beside learned keys, experts",
     ),
 }

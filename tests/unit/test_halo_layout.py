@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.config import ModelConfig
 from megamem.families.engram.config import EngramConfig
+from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.layout import halo_requests, halo_tokens_returned, halo_tokens_sent, stretches
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
@@ -71,3 +74,23 @@ def test_plans_wait_for_the_rank_that_sends_the_most(tensor: int, context: int, 
         assert (found.ids, found.hidden) == (2 * 8 * max(ids), 2 * 16 * 4 * max(hidden))
         first = halo_bytes(config, stage)
         assert (first.ids, first.hidden) == (2 * 8 * ids[0], 2 * 16 * 4 * hidden[0])
+
+
+def test_two_families_that_look_back_ask_each_for_their_own() -> None:
+    memory = EngramConfig(value_dim=8, max_order=3, vocab_size=64, placement=PlacementConfig(blocks=(0,)))
+    second = ValueNgramsConfig(
+        value_dim=4, address=NgramAddressConfig(num_rows=60), placement=PlacementConfig(blocks=(0,))
+    )
+    model = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=64, memory=memory)
+    train = TrainConfig(micro_batch_size=2, sequence_length=64)
+
+    def ids(model: ModelConfig) -> int:
+        config = RunConfig(model=model, train=train, parallel=ParallelConfig(context=2))
+        (stage,) = stages_of(config)
+        return halo_bytes(config, stage).ids
+
+    alone = [ids(model), ids(replace(model, memory=second))]
+    assert [each // (2 * 8) for each in alone] == [
+        halo_tokens_sent(0, 32, width, tensor=1, context=2) for width in (2, 1)
+    ]
+    assert ids(replace(model, second_memory=second)) == sum(alone)

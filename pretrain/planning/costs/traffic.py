@@ -16,7 +16,7 @@ from parallel.layout import coefficients_per_rank, columns_meet_first, halo_toke
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
+from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage, stages_of
 from pretrain.planning.costs.read_rows import copied_elements_read, has_read_rows
 
 
@@ -240,13 +240,13 @@ def halo_bytes(config: RunConfig, stage: Stage, *, busiest: bool = False) -> Hal
     Ranks in the middle of sequences send for each of their stretches, of which context parallelism gives them two, and
     the first rank's second stretch is the end of the sequence.
     """
-    layout, train = config.parallel, config.train
     looking = [each for each in stage.families if each.memory.ids_before or each.costs.halo_tokens]
-    if not looking:
-        return HaloTraffic(0, 0)
-    # Of two families in a model one looks back at the most.
-    (family,) = looking
-    memory = family.memory
+    of_families = [_halo_bytes(config, stage, family, busiest=busiest) for family in looking]
+    return HaloTraffic(sum(each.ids for each in of_families), sum(each.hidden for each in of_families))
+
+
+def _halo_bytes(config: RunConfig, stage: Stage, family: FamilyInStage, *, busiest: bool) -> HaloTraffic:
+    layout, train, memory = config.parallel, config.train, family.memory
     reading = {layer.span.read for layer in config.model.memory_layers if layer.memory.kind == memory.kind}
     chunks = sum(bool(reading & set(chunk.layers)) for chunk in stage.chunks)
     of_context = train.sequence_length // layout.context

@@ -57,11 +57,6 @@ VALUES: Any = {"value_dim": 16, "num_gate_heads": 2}
             {},
             "value_dim is 33, but rows are added to the first columns of a residual",
         ),
-        (
-            MoveConfig(address=BIGRAMS, **VALUES),
-            {"second_memory": EngramConfig(placement=PlacementConfig(blocks=(1,)))},
-            "both are addressed by n-grams, of which a model has those of one family",
-        ),
     ],
 )
 def test_what_a_model_refuses(memory: MemoryConfig, change: dict[str, Any], words: str) -> None:

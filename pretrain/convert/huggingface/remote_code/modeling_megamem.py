@@ -45,6 +45,7 @@ from .token_tables_megamem import (
     MegamemValueNgrams,
     MegamemWeightedRows,
     TokenRows,
+    first_bank,
 )
 
 # transformers 5.24 gave the cache another name everywhere, and 5.40 drops the first one.
@@ -371,10 +372,9 @@ class MegamemModel(MegamemPreTrainedModel):
         self.banks = nn.ModuleDict({str(number): MegamemBank(config, memory, number) for number, memory in banks})
         addressed = [memory for memory in config.memories if memory["scoring"] == "tokens"]
         self.reads_rows = bool(addressed)
-        # Hashes that are addresses of rows, in place of ids. One kind of memory alone looks back.
-        self.address = next((memory["address"] for memory in addressed if memory.get("address") is not None), None)
-        by_scoring = {memory["scoring"]: memory for memory in config.memories}
-        self.by_ngrams = by_scoring.get("ngrams", self.address)
+        # Hashes that are addresses of rows, in place of ids. Folders of earlier versions have ids alone.
+        self.addresses = {first_bank(each): each["address"] for each in addressed if each.get("address") is not None}
+        self.by_ngrams = next((memory for memory in config.memories if memory["scoring"] == "ngrams"), None)
         self.shared_read, self.bank_read_once = None, 0
         for together in (memory for memory in addressed if memory["reads_once"]):
             at_entry = together["layers"][0]["slot"] == "entry"
@@ -437,7 +437,7 @@ class MegamemModel(MegamemPreTrainedModel):
             **{CACHE: cache},
         )
         banks, tokens = Banks(self.banks), None
-        if self.reads_rows or self.by_ngrams is not None:
+        if self.reads_rows or self.looks_back:
             if input_ids is None:
                 raise ValueError("inputs_embeds are given, but token ids address the memory: give input_ids")
             plain = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
@@ -480,14 +480,16 @@ class MegamemModel(MegamemPreTrainedModel):
         self, input_ids: Tensor, h: Tensor, banks: Banks, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tokens:
         """The tokens' rows, and their n-grams, where memories read them; see `_ngrams`."""
-        ngrams = None
-        if self.by_ngrams is not None:
-            ngrams = self._ngrams(input_ids, self.by_ngrams, position_ids, mask, cache)
+        ngrams_of_kind = partial(self._ngrams, input_ids, position_ids, mask, cache)
+        ngrams = None if self.by_ngrams is None else ngrams_of_kind(self.by_ngrams, "ids")
         if not self.reads_rows:
             return Tokens(ngrams)
-        rows = TokenRows(input_ids.unsqueeze(0))
-        if ngrams is not None and self.address is not None:
-            rows = replace(rows, hashed=hashed(ngrams, self.address))
+        # Each kind looks back at more or fewer tokens.
+        by_bank = {
+            bank: hashed(ngrams_of_kind(address, f"ids of bank {bank}"), address)
+            for bank, address in self.addresses.items()
+        }
+        rows = TokenRows(input_ids.unsqueeze(0), by_bank)
         if self.shared_read is not None:
             read = self.shared_read(rows.of(self.shared_read.memory), h, banks[self.bank_read_once])
             rows = replace(rows, shared=read)
@@ -496,12 +498,13 @@ class MegamemModel(MegamemPreTrainedModel):
     def _ngrams(
         self,
         input_ids: Tensor,
-        settings: dict[str, Any],
         position_ids: Tensor,
         mask: Tensor | None,
         cache: Cache | None,
+        settings: dict[str, Any],
+        reader: str,
     ) -> Ngrams:
-        """The tokens' n-grams; the cache keeps what those of the next tokens need.
+        """The tokens' n-grams; the cache keeps what those of the next tokens need, under a reader's name.
 
         Raises:
             ValueError: an engine brings its attention and keeps no tokens.
@@ -510,7 +513,7 @@ class MegamemModel(MegamemPreTrainedModel):
         if config._attn_implementation == ENGINE:
             paged = self.pages.of_step(self.layers[0].get_submodule("self_attn"), position_ids)
             if paged is not None:
-                return ngrams_of(input_ids, position_ids, settings, paged)
+                return ngrams_of(input_ids, position_ids, settings, paged, reader)
         elif config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(
                 f"attn_implementation is {config._attn_implementation!r}, whose engine keeps keys and values by itself and "
@@ -519,7 +522,12 @@ class MegamemModel(MegamemPreTrainedModel):
             )
         is_continued = cache is not None and int(cache.get_seq_length()) > 0
         places = places_in_texts(position_ids, mask, is_continued=is_continued)
-        return ngrams_of(input_ids, places, settings, recent_tokens(cache, config.num_hidden_layers))
+        return ngrams_of(input_ids, places, settings, recent_tokens(cache, config.num_hidden_layers), reader)
+
+    @property
+    def looks_back(self) -> bool:
+        """True if memories read tokens before a text's new ones."""
+        return self.by_ngrams is not None or bool(self.addresses)
 
 
 class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
@@ -533,7 +541,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         self.model = MegamemModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # What was forgotten cannot be taken back, as assisted generation does.
-        self._is_stateful = self.model.by_ngrams is not None
+        self._is_stateful = self.model.looks_back
         self.post_init()
 
     @can_return_tuple

@@ -153,14 +153,15 @@ def places_in_texts(position_ids: Tensor, mask: Tensor | None, *, is_continued: 
 
 
 def ngrams_of(
-    input_ids: Tensor, places: Tensor, settings: dict[str, Any], recent: RecentTokens | PagedTokens
+    input_ids: Tensor, places: Tensor, settings: dict[str, Any], recent: RecentTokens | PagedTokens, reader: str
 ) -> Ngrams:
-    """The n-grams that end at `input_ids` [b, s]; what would stand before a text reads the boundary's id."""
+    """The n-grams that end at `input_ids` [b, s], which `recent` keeps for one reader; what would stand before a text reads
+    the boundary's id."""
     order, boundary = settings["max_order"], settings["boundary_id"]
     # Addresses of rows have an id of their own for what is not there.
     missing = settings.get("missing_id", boundary)
     places = places.expand_as(input_ids)
-    whole = recent.extended("ids", input_ids, order - 1)
+    whole = recent.extended(reader, input_ids, order - 1)
     window, seen = [input_ids], torch.ones_like(places, dtype=torch.bool)
     for lag in range(1, order):
         before = whole(lag)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -34,22 +35,28 @@ class TokenRows:
 
     Attributes:
         ids: [1, b, s].
-        hashed: [A, b, s], addresses by n-grams, or [2 A, b, s] with the patterns of their signs; None: no kind has them.
+        hashed: [A, b, s] each, addresses by n-grams, or [2 A, b, s] with the patterns of their signs, by the first bank of the
+            kind that has them.
         shared: [b, s, A M, D], the normalised rows, or [b, s, V], the sum of rows, where all blocks read the same; else None.
     """
 
     ids: Tensor
-    hashed: Tensor | None = None
+    hashed: Mapping[int, Tensor] = field(default_factory=dict)
     shared: Tensor | None = None
 
     def of(self, memory: dict[str, Any]) -> Tensor:
         """[A, b, s] or [2 A, b, s], the addresses of a kind."""
-        # Folders of earlier versions have ids alone.
-        return self.ids if memory.get("address") is None or self.hashed is None else self.hashed
+        return self.hashed.get(first_bank(memory), self.ids)
 
     def to(self, device: torch.device) -> TokenRows:
-        hashed, shared = (None if part is None else part.to(device) for part in (self.hashed, self.shared))
-        return TokenRows(self.ids.to(device), hashed, shared)
+        hashed = {bank: part.to(device) for bank, part in self.hashed.items()}
+        return TokenRows(self.ids.to(device), hashed, None if self.shared is None else self.shared.to(device))
+
+
+def first_bank(memory: dict[str, Any]) -> int:
+    """The bank of a kind's first layer, which tells the kind from others."""
+    number: int = memory["layers"][0]["bank"]
+    return number
 
 
 def rows_of(addresses: Tensor, memory: dict[str, Any]) -> Tensor:
