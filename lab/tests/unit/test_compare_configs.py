@@ -170,6 +170,7 @@ def test_strong_models_cost_the_same_and_have_the_same_means(path: Path) -> None
         "engram_embeddings": "engram and lave",
         "residual_embeddings": "residual_ngrams and lave",
         "embedding_embeddings": "ngram_embedding and lave",
+        "value_and_embedding_ngrams": "value_ngrams and ngram_embedding",
     }
     assert config.model.memory_kinds == kinds.get(path.stem, path.stem)
 
