@@ -16,11 +16,13 @@ FOLD = 2.0**-32
 """Scale below which the stored rows take this factor. A power of two changes no bit of their fractions, so that nothing hangs
 on when it is done; stored rows stay far below the largest numbers."""
 
+_ATTRIBUTE = "_megamem_scale"
+
 Gather = TypeVar("Gather", bound=Callable[..., Tensor])
 
 
 class TableScale:
-    """The scale of a table (`table.scale`).
+    """The scale of a table.
 
     Attributes:
         value: number in (0, 1], known to the host without a look at a device.
@@ -49,8 +51,13 @@ class TableScale:
 
 def scale_of(table: Tensor) -> TableScale | None:
     """A table's scale; None: its rows are what is stored."""
-    found: TableScale | None = getattr(table, "scale", None)
+    found: TableScale | None = getattr(table, _ATTRIBUTE, None)
     return found
+
+
+def give_scale(table: Tensor, scale: TableScale | None) -> None:
+    """Have rows of a table be the scale times what is stored."""
+    setattr(table, _ATTRIBUTE, scale)
 
 
 def of_scaled(gather: Gather, table: Tensor) -> Gather | partial[Tensor]:

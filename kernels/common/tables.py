@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kernels.common.ids import bytes_per_id
 from kernels.common.joined_lookups import Lookup
-from kernels.common.main_grad import WaitingLookups, add_to_main_grad
+from kernels.common.main_grad import MainGradient
 from kernels.common.rounding import Rounding
-from kernels.common.row_gradient import RowGradient
+from kernels.common.table_gradient import gradient_of
 
 
 class GatherDot(Protocol):
@@ -75,7 +75,7 @@ def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tens
 
 
 def _keeps_gradient(table: Tensor) -> bool:
-    return hasattr(table, "main_grad") or hasattr(table, "row_gradient")
+    return hasattr(table, "main_grad") or gradient_of(table) is not None
 
 
 @torch.compiler.disable(
@@ -92,11 +92,8 @@ def table_gradient(
 ) -> Tensor | None:
     """Gradient that backward of a gather returns for its table.
 
-    Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
-    nothing, and DDP's hook still fires. Lookups may wait for the last one of a backward pass (`table.waiting_lookups`). Rows
-    of a bf16 gradient are rounded stochastically (`table.roundings`). It may be added on a stream of its own
-    (`table.gradient_stream`), which whoever reads it waits for. Where the table has a `row_gradient`, that keeps the lookup,
-    and autograd gets nothing. Otherwise it is the dense gradient.
+    A table's own gradient takes the lookup (`kernels.common.table_gradient`); so does `table.main_grad`, Megatron's, of a table
+    without one. Otherwise the result is the dense gradient.
 
     Args:
         table: [rows, W], the parameter.
@@ -105,24 +102,12 @@ def table_gradient(
     """
     # As numbers: with its history, a coefficient that waits would keep the graph of its microbatch.
     lookup = Lookup(accumulate, ids, coef.detach(), vec.detach(), bins)
-    rows: RowGradient | None = getattr(table, "row_gradient", None)
-    if rows is not None:
-        rows.add(lookup)
-        return None
-    if getattr(table, "main_grad", None) is None:
-        # Added up in fp32 at least, and rounded once.
-        gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
-        lookup.add_to(gradient)
-        return gradient.to(table.dtype)
-    waiting: WaitingLookups | None = getattr(table, "waiting_lookups", None)
-    if waiting is None:
-        add_to_main_grad(table, lookup)
-    else:
-        waiting.append(lookup)
-    table.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64, device=table.device),
-        table.new_empty(0, table.shape[1]),
-        table.shape,
-        check_invariants=False,
-    )
+    own = gradient_of(table)
+    if own is not None:
+        return own.add(lookup)
+    if getattr(table, "main_grad", None) is not None:
+        return MainGradient(table).add(lookup)
+    # Added up in fp32 at least, and rounded once.
+    gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
+    lookup.add_to(gradient)
+    return gradient.to(table.dtype)

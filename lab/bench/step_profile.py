@@ -20,6 +20,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
+from kernels.common.main_grad import MainGradient
+from kernels.common.table_gradient import gradient_of
 from kernels.select import Kernels, assemble
 from lab.bench.device_activity import DeviceActivity, device_activity
 from lab.bench.synthetic_run import SyntheticRun
@@ -182,8 +184,9 @@ class _Hooks:
             assert isinstance(bank, Bank)
             self._set(bank, "kernels", self._marked_kernels(bank.kernels))
             for table in bank.parameters():
-                if hasattr(table, "gradient_stream"):
-                    self._set(table, "gradient_stream", None)
+                gradient = gradient_of(table)
+                if isinstance(gradient, MainGradient):
+                    self._set(gradient, "stream", None)
         for layer in model.memory_layers:
             self._add_layer(layer)
         for module in model.modules():

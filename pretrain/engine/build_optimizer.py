@@ -16,6 +16,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
+from kernels.common.main_grad import MainGradient
+from kernels.common.table_gradient import gradient_of
 from megamem.parameters import GroupName, group_of, is_on_every_stage, matrices_of, width_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
@@ -134,7 +136,9 @@ def _roundings(
         if table.requires_grad:
             owner = [groups.megatron.expt_dp.rank(), groups.pipeline_rank * is_on_every_stage(table)]
             made[table] = TableRoundings(config.seed, place.name, (place.first_row, place.first_column), owner)
-            table.roundings = made[table]  # type: ignore[attr-defined]
+            gradient = gradient_of(table)
+            assert isinstance(gradient, MainGradient)
+            gradient.roundings = made[table]
     return made
 
 

@@ -16,6 +16,8 @@ from test_token_layouts import config_of as of_tokens
 from tiny_runs import PRIVATE, SHARED, TinyRun, build, joined, on, tiny_run
 from torch import Tensor
 
+from kernels.common.main_grad import MainGradient
+from kernels.common.table_gradient import gradient_of
 from kernels.common.tables import SegmentAccumulate, table_gradient
 from kernels.select import implementation_of
 from megamem.config import ModelConfig
@@ -138,7 +140,9 @@ def wrong_sums(config: RunConfig, accumulate: SegmentAccumulate) -> tuple[int, l
                 if number % replicas == replica:
                     table_gradient(table, ids - rows.start, coef, vec[:, columns], accumulate=accumulate)
             # As autograd does behind a pass' last lookup.
-            table.waiting_lookups.add_up()  # type: ignore[attr-defined]
+            gradient = gradient_of(table)
+            assert isinstance(gradient, MainGradient)
+            gradient.add_up()
             expected[table] = whole[rows, columns].flatten()
         for chunk in run.chunks:
             chunk.finish_grad_sync()

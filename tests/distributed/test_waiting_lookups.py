@@ -11,8 +11,8 @@ import torch
 from tiny_runs import SHARED, on, tiny_run
 from torch import Tensor
 
-from kernels.common import main_grad
 from kernels.common.joined_lookups import Lookup
+from kernels.common.main_grad import MainGradient
 from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 from tests.distributed.conftest import RunRanks
@@ -38,11 +38,11 @@ def test_a_table_is_added_to_once_per_backward_pass(run_ranks: RunRanks, name: s
 
     def main() -> tuple[tuple[int, list[Tensor]], tuple[int, list[Tensor]]]:
         additions: Counter[str] = Counter()
-        add = main_grad.add_to_main_grad
+        add = MainGradient._add
 
-        def counted(table: Tensor, lookup: Lookup) -> None:
+        def counted(gradient: MainGradient, lookup: Lookup) -> None:
             additions["all"] += 1
-            add(table, lookup)
+            add(gradient, lookup)
 
         def gradients() -> tuple[int, list[Tensor]]:
             additions.clear()
@@ -51,10 +51,7 @@ def test_a_table_is_added_to_once_per_backward_pass(run_ranks: RunRanks, name: s
                 tables = [table for bank in run.bare[0].own_banks for table in bank.parameters()]
                 return additions["all"], [table.detach().clone() for table in tables]
 
-        with (
-            patch("kernels.common.main_grad.add_to_main_grad", counted),
-            patch("kernels.common.tables.add_to_main_grad", counted),
-        ):
+        with patch.object(MainGradient, "_add", counted):
             waiting = gradients()
             with patch("pretrain.engine.build.add_after_last_lookup"):
                 return waiting, gradients()

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.common.gradient_stream import GradientStream
 from kernels.common.joined_lookups import Lookup
+from kernels.common.main_grad import MainGradient
+from kernels.common.table_gradient import give_gradient
 from kernels.select import select_kernels
 
 
@@ -101,7 +103,7 @@ def test_gradients_have_the_bits_of_those_in_line(log: list[str]) -> None:
         tables = [torch.nn.Parameter(values.clone()) for _ in range(2)]
         for table in tables:
             table.main_grad = torch.zeros_like(table)  # type: ignore[attr-defined]
-            table.gradient_stream = stream  # type: ignore[attr-defined]
+            give_gradient(table, MainGradient(table, stream))
         x = torch.ones(16, 8, requires_grad=True)
         for rows, scores in zip(ids, coef, strict=True):
             products = kernels.gather_dot(tables[1], rows, x)

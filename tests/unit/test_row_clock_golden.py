@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import DistinctRows, RowGradient
-from kernels.common.table_scale import TableScale
+from kernels.common.table_gradient import give_gradient
+from kernels.common.table_scale import TableScale, give_scale
 from kernels.implementations import Implementation
 from kernels.select import select_kernels
 from pretrain.config.schema import OptimizerConfig
@@ -28,7 +29,9 @@ class Table:
 
     def __init__(self, config: dict[str, Any], implementation: Implementation) -> None:
         table: Any = nn.Parameter(torch.zeros(config["rows"], config["width"]))
-        table.row_gradient, table.scale = RowGradient(*table.shape), TableScale()
+        self.gradient = RowGradient(*table.shape)
+        give_gradient(table, self.gradient)
+        give_scale(table, TableScale())
         group = {"lr": config["rate"], "weight_decay": config["decay"]}
         self.share = Share(table, 0, group, table.detach().view(-1), torch.empty(0))
         settings = OptimizerConfig(
@@ -44,8 +47,7 @@ class Table:
         self.rule = ReadRows([self.share], [], settings=settings, seed=1, places=places, groups=alone)
 
     def step(self, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
-        gradient = self.share.parameter.row_gradient  # type: ignore[attr-defined]
-        gradient.read, gradient.sums = DistinctRows(rows, sources, ()), sums
+        self.gradient.read, self.gradient.sums = DistinctRows(rows, sources, ()), sums
         self.rule.step()
 
     @property

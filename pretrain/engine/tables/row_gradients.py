@@ -19,7 +19,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
-from kernels.common.table_scale import TableScale
+from kernels.common.table_gradient import give_gradient, gradient_of
+from kernels.common.table_scale import TableScale, give_scale
 from megamem.bank import Bank
 from megamem.model import MemoryGPTModel
 from megamem.parameters import is_on_every_stage
@@ -30,8 +31,8 @@ from pretrain.engine.tables.replica_rows import add_up_replicas
 
 def row_gradient_of(parameter: Tensor) -> RowGradient | None:
     """The gradient of a table of this kind; None of other parameters."""
-    found: RowGradient | None = getattr(parameter, "row_gradient", None)
-    return found
+    found = gradient_of(parameter)
+    return found if isinstance(found, RowGradient) else None
 
 
 @contextmanager
@@ -48,8 +49,8 @@ def apart_from_ddp(chunk: MemoryGPTModel, config: RunConfig) -> Iterator[list[nn
     for table in tables:
         table.requires_grad_(True)
         if by_row:
-            table.row_gradient = RowGradient(*table.shape)  # type: ignore[attr-defined]
-            table.scale = TableScale()  # type: ignore[attr-defined]
+            give_gradient(table, RowGradient(*table.shape))
+            give_scale(table, TableScale())
 
 
 def count_repeats(chunks: Sequence[MemoryGPTModel]) -> None:

@@ -27,10 +27,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels.common.row_gradient import RowGradient
-from kernels.common.table_scale import scale_of
+from kernels.common.table_gradient import give_gradient
+from kernels.common.table_scale import give_scale, scale_of
 from megamem.model import MemoryGPTModel
 from pretrain.config.updates import ROW_WISE
+from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.engine.tables.table_files import FileRecords, TableFiles
 
 _ROWS_AT_A_TIME = 1 << 16
@@ -119,7 +120,7 @@ class StoredTable:
         wanted = rows.to(torch.int64)
         places = torch.searchsorted(held.numbers, wanted, out_int32=True)
         # Gathers are given what is here.
-        held.weights.scale = scale_of(self.parameter)  # type: ignore[attr-defined]
+        give_scale(held.weights, scale_of(self.parameter))
         assert self.owner.has_all(held, wanted, places), f"a step reads rows of bank {self.bank} that nobody foresaw"
         return held.weights, places
 
@@ -127,15 +128,16 @@ class StoredTable:
         """Have a step read these rows."""
         self.staged = staged
         if self.parameter.requires_grad:
-            of_table: RowGradient = self.parameter.row_gradient  # type: ignore[attr-defined]
-            gradient = of_table.of_rows(staged.numbers)
+            before = row_gradient_of(self.parameter)
+            assert before is not None
+            gradient = before.of_rows(staged.numbers)
             for table in (self.parameter, staged.weights.requires_grad_()):
-                table.row_gradient = gradient  # type: ignore[attr-defined]
+                give_gradient(table, gradient)
 
     def close(self) -> None:
         """End the step, and keep its rows' numbers while its lookups wait for an update."""
         staged, self.staged = self.staged, None
-        gradient: RowGradient | None = getattr(self.parameter, "row_gradient", None)
+        gradient = row_gradient_of(self.parameter)
         if gradient is None or not gradient.waiting:
             self.waiting = ()
         elif staged is not None and gradient.waiting[-1].numbers is staged.numbers:

@@ -14,13 +14,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from kernels.common.gradient_stream import GradientStream
-from kernels.common.main_grad import wait_for_last_lookup
+from kernels.common.main_grad import MainGradient
+from kernels.common.table_gradient import give_gradient
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from parallel.machine.multiprocessors import context_of_share
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.engine.tables.bf16_gradients import Bf16Part
+from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.errors import ConfigError
 
 
@@ -47,14 +49,17 @@ def add_after_last_lookup(model: MemoryGPTModel) -> None:
     for bank in model.banks.values():
         for table in bank.parameters():
             if hasattr(table, "main_grad"):
-                wait_for_last_lookup(table)
+                gradient = MainGradient(table)
+                gradient.wait_for_last_lookup()
+                give_gradient(table, gradient)
 
 
 def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel, stream: GradientStream) -> None:
     """Have the gradients of a chunk's tables added up on this stream."""
     for bank in model.banks.values():
         for table in bank.parameters():
-            table.gradient_stream = stream  # type: ignore[attr-defined]
+            if row_gradient_of(table) is None:
+                give_gradient(table, MainGradient(table, stream))
     for part in wrapped.expert_parallel_bucket_groups:
         if isinstance(part, Bf16Part):
             part.stream = stream

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.common import joined_lookups
 from kernels.common.joined_lookups import Lookup
-from kernels.common.main_grad import wait_for_last_lookup
+from kernels.common.main_grad import MainGradient
 from kernels.common.rounding import Rounding
 from kernels.common.row_gradient import RowGradient
+from kernels.common.table_gradient import give_gradient, gradient_of
 from kernels.select import Kernels
 from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
 from tests.unit.kernels.test_kernels_main_grad import sorts_from_now_on
@@ -35,7 +36,9 @@ class Layers:
         self.x = [torch.randn(TOKENS, WIDTH, generator=g).to(dtype) for _ in READS]
         if wait:
             for table in self.tables:
-                wait_for_last_lookup(table)
+                gradient = MainGradient(table)
+                gradient.wait_for_last_lookup()
+                give_gradient(table, gradient)
 
     def out(self, layer: int) -> Tensor:
         """A layer's output, [T, W]."""
@@ -121,7 +124,10 @@ def test_lookups_that_are_joined_are_rounded_once(kernels: Kernels) -> None:
     roundings = CountedRoundings()
     for table in layers.tables:
         table.main_grad = table.main_grad.bfloat16()  # type: ignore[attr-defined]
-        table.roundings = roundings  # type: ignore[attr-defined]
+        gradient = gradient_of(table) or MainGradient(table)
+        assert isinstance(gradient, MainGradient)
+        gradient.roundings = roundings
+        give_gradient(table, gradient)
     layers.backward()
     exact.backward()
     assert roundings.taken == 2 * 3
@@ -162,7 +168,7 @@ def test_lookups_that_wait_keep_no_graph(kernels: Kernels, by_row: bool) -> None
     layers = Layers(kernels, wait=not by_row)
     if by_row:
         for table in layers.tables:
-            table.row_gradient = RowGradient(ROWS, WIDTH)  # type: ignore[attr-defined]
+            give_gradient(table, RowGradient(ROWS, WIDTH))
     received = torch.ones(TOKENS, WIDTH, requires_grad=True)
     left, layers.x[0] = weakref.ref(received), received * layers.x[0]
     layers.out(0).square().sum().backward()
@@ -205,7 +211,10 @@ def test_lookups_of_steps_wait_for_the_one_that_is_due(kernels: Kernels) -> None
 def test_a_table_is_not_kept_by_its_lookups() -> None:
     """A cycle would hold its memory until Python looks for cycles."""
     table = Parameter(torch.zeros(2, 3))
-    wait_for_last_lookup(table)
+    gradient = MainGradient(table)
+    gradient.wait_for_last_lookup()
+    give_gradient(table, gradient)
+    del gradient
     gone = weakref.ref(table)
     del table
     assert gone() is None
