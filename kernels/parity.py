@@ -119,6 +119,29 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         yield from _differences(f"shuffled_rows {shape}", ("rows", "blocks"), actual, reference)
 
 
+HASH_SHAPES = ((4, 700, 1, 1), (3, 300, 4, 2), (5, 1, 2, 1), (2, 0, 3, 1))
+"""Tokens of the longest n-gram, tokens of a sequence, sequences, and the stretches that sequences are held in."""
+
+
+def hash_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
+    """Differences of hashes of n-grams from the twin's, in words, over ids of which many are boundaries."""
+    for max_order, num_tokens, num_sequences, num_stretches in HASH_SHAPES:
+        g = torch.Generator().manual_seed(max_order)
+        ids = torch.randint(0, 6, (num_stretches * (max_order - 1) + num_tokens, num_sequences), generator=g)
+        positions = torch.randint(0, 7, (num_sequences, num_tokens), generator=g).t()
+        # Hashes are of all orders, and have negative sums.
+        multipliers = torch.randint(-(2**62), 2**62, (max_order + 1, max_order), generator=g)
+        moduli, offsets = torch.randint(1, 2**40, (2, max_order + 1, 3), generator=g)
+        orders = torch.arange(max_order + 1).clamp(min=2, max=max_order)
+        operands = (ids, positions, multipliers, moduli, offsets, orders, torch.tensor(3), torch.tensor(2))
+        for rules in (("sum", False, None), ("sum", True, 5), ("xor", True, None), ("xor", False, 2**33)):
+            hashes_of: Any = kernels.ngram_hashes
+            actual = hashes_of(*(each.to(device) for each in operands), *rules)
+            reference = implementation_of("ngram_hashes", "naive")(*operands, *rules)
+            name = f"ngram_hashes {max_order, num_tokens, num_sequences, num_stretches} {rules}"
+            yield from _differences(name, ("hashes",), (actual,), (reference,))
+
+
 def update_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
     """Bits of updates by row that are not their twins', in words: of the first rows and of some, which stay or move."""
     g = torch.Generator().manual_seed(0)

@@ -20,6 +20,7 @@ from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.doubly_stochastic.op import DoublyStochastic
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.mix_streams.op import MixStreams
+from kernels.ngram_hashes.op import NgramHashes
 from kernels.normal_product.op import NormalProduct
 from kernels.product_topk.op import ProductTopk
 from kernels.rms_norm.op import RmsNorm
@@ -46,6 +47,7 @@ class Kernels:
     tucker_topk: TuckerTopk
     product_topk: ProductTopk
     shuffled_rows: ShuffledRows
+    ngram_hashes: NgramHashes
     tucker_scores: TuckerScores
     row_squares: RowSquares
     row_update: RowUpdate

@@ -22,6 +22,7 @@ from kernels.gather_sum import naive
 from kernels.implementations import KernelUnavailableError, describe
 from kernels.parity import (
     backbone_problems,
+    hash_problems,
     loss_problems,
     parity_problems,
     selection_problems,
@@ -84,6 +85,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     problems += [problem for dtype in dtypes for problem in stream_problems(kernels, device, _DTYPES[dtype])]
     problems += [problem for dtype in dtypes for problem in loss_problems(kernels, device, _DTYPES[dtype])]
     problems += selection_problems(kernels, device)
+    problems += hash_problems(kernels, device)
     problems += update_problems(kernels, device)
     if problems:
         raise UserError("no figures, because the kernels are wrong here: " + "; ".join(problems))

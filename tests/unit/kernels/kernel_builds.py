@@ -150,6 +150,28 @@ def launches_of_streams() -> list[Launch]:
     return found
 
 
+def launches_of_hashes() -> list[Launch]:
+    """Hashes of Engram's layers, of value_ngrams and of residual_ngrams, whose sequences a rank has whole or in two pieces."""
+    import torch
+
+    from kernels.ngram_hashes import triton_op as hashing
+
+    found: list[Launch] = []
+    for num_groups, num_heads, max_order, num_sequences, num_stretches, rules in (
+        (30, 8, 3, 1, 1, ("xor", False, None)),
+        (4, 8, 3, 8, 2, ("xor", True, None)),
+        (4, 1, 3, 8, 1, ("sum", False, None)),
+        (12, 1, 5, 3, 2, ("sum", True, None)),
+        (1, 1, 2, 8, 1, ("xor", False, 251_519)),
+    ):
+        ids = torch.empty(num_stretches * (max_order - 1) + 4096, num_sequences, dtype=torch.int64, device="meta")
+        positions = ids.new_empty(num_sequences, 4096).t()
+        of_groups = (ids.new_empty(num_groups, each) for each in (max_order, num_heads, num_heads))
+        scalars = ids.new_empty(num_groups), ids.new_empty(()), ids.new_empty(())
+        found += recorded(partial(launcher(hashing.ngram_hashes), ids, positions, *of_groups, *scalars, *rules))
+    return found
+
+
 def say(what: str, launch: str, found: list[str], **more: Any) -> None:
     print(json.dumps({"what": what, "launch": launch, "problems": found, **more}), flush=True)
 
@@ -162,12 +184,14 @@ def main() -> None:
         say("planted", described(launch), problems(launch, 90), wanted=wanted)
     for capability in CAPABILITIES if ALL else ():
         shipped = [*configs(PUBLISHED), *every_kernel()] if capability == 90 else every_kernel()
-        for launch in [*launches(shipped), *launches_on_rows(), *launches_of_loss(), *launches_of_streams()]:
+        others = [*launches_of_loss(), *launches_of_streams(), *launches_of_hashes()]
+        for launch in [*launches(shipped), *launches_on_rows(), *others]:
             say("shipped", described(launch), problems(launch, capability), capability=capability)
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
     by_name = {launch.name: launch for launch in launches(every_kernel(), num_tokens=1)}
     # The largest, which has most to hold: a loss has no number that could be a one.
-    by_name |= {launch.name: launch for launch in reversed([*launches_of_loss(), *launches_of_streams()])}
+    others = [*launches_of_loss(), *launches_of_streams(), *launches_of_hashes()]
+    by_name |= {launch.name: launch for launch in reversed(others)}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))

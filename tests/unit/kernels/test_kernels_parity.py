@@ -13,6 +13,7 @@ from kernels import parity
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import (
     backbone_problems,
+    hash_problems,
     loss_problems,
     parity_problems,
     selection_problems,
@@ -48,6 +49,7 @@ def test_every_implementation_passes(
     assert list(backbone_problems(kernels, "cpu", dtype)) == []
     assert list(loss_problems(kernels, "cpu", dtype)) == []
     assert list(stream_problems(kernels, "cpu", dtype)) == []
+    assert list(hash_problems(kernels, "cpu")) == []
 
 
 def test_heads_that_turn_the_other_way_are_seen() -> None:
@@ -107,6 +109,18 @@ def test_rows_of_another_shuffle_are_seen() -> None:
     problems = list(selection_problems(replace(good, shuffled_rows=unshuffled), "cpu"))
     assert problems
     assert all(problem.startswith("shuffled_rows") for problem in problems)
+
+
+def test_hashes_of_tokens_behind_a_boundary_are_seen() -> None:
+    good = select_kernels("torch")
+
+    def uncut(*operands: Any) -> Tensor:
+        *others, _, missing_row = operands
+        return good.ngram_hashes(*others, False, missing_row)
+
+    problems = list(hash_problems(replace(good, ngram_hashes=uncut), "cpu"))
+    assert problems
+    assert all(problem.startswith("ngram_hashes") and "True" in problem for problem in problems)
 
 
 def test_entries_in_another_order_are_seen() -> None:

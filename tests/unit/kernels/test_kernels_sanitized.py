@@ -25,6 +25,7 @@ FILES = (
     "test_kernels_rounding.py",
     "test_kernels_row_parts.py",
     "test_kernels_updates.py",
+    "test_ngram_hashes.py",
     "test_shuffled_rows.py",
     "test_topk.py",
 )
