@@ -34,6 +34,12 @@ class WholeSequences:
 UNCUT = WholeSequences()
 
 
+def extended_in_one(halo: Halo, x: Tensor, width: int) -> Tensor:
+    """[c (w + L), b, ...]: all c stretches of `Halo.extended`, one behind the other, which are equally long."""
+    parts = halo.extended(x, width)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def shifted(extended: tuple[Tensor, ...], width: int, lag: int) -> Tensor:
     """[t, b, ...]: for every token what stands `lag` tokens before it; lag <= `width` of the halo."""
     parts = [part[width - lag : len(part) - lag] for part in extended]

@@ -33,7 +33,9 @@ class TokenTableLayer(MemoryLayer):
     def _build(self, hidden_size: int, seed: int) -> None:
         """See `MemoryLayer`; families allocate their weights besides."""
         address = self.memory.address
-        self.hashed = None if address is None else HashedNgrams(address, parameter_device(self.config))
+        self.hashed = (
+            None if address is None else HashedNgrams(address, parameter_device(self.config), self.kernels.ngram_hashes)
+        )
 
     @classmethod
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor | None:

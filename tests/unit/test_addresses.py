@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.select import select_kernels
 from megamem.addresses.hashed import HashedNgrams
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.addresses.primes import is_prime, largest_prime
@@ -52,7 +53,8 @@ def positions_in(documents: Tensor) -> Tensor:
 
 def addresses_of(config: NgramAddressConfig, ids: Tensor, positions: Tensor) -> Tensor:
     """[b, s, A] of ids and positions [b, s]."""
-    found: Tensor = HashedNgrams(config, CPU)(ids.T, positions.T, UNCUT)
+    hashed = HashedNgrams(config, CPU, select_kernels(device_type="cpu").ngram_hashes)
+    found: Tensor = hashed(ids.T, positions.T, UNCUT)
     return found.permute(2, 1, 0)
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.addresses.primes import is_prime
-from megamem.addresses.window import window
 from megamem.bank import Bank
-from megamem.families.engram.addresses import hashed_rows
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.hashing import head_sizes, numpy_multipliers, splitmix_multipliers
 from megamem.families.engram.layer import EngramLayer
@@ -251,17 +249,30 @@ def test_layers_draw_multipliers_by_the_number_that_their_rules_say(rules: Any, 
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_windows_and_hashes_are_those_of_a_loop(cut: bool) -> None:
+def test_rows_are_those_of_a_loop(cut: bool) -> None:
     """Orders to 4, over ids that often are the boundary, one token at a time."""
     generator = torch.Generator().manual_seed(3)
     ids, positions = torch.randint(0, 5, (40, 3), generator=generator), torch.arange(40).unsqueeze(1).repeat(1, 3)
     positions[17:, 1] -= 17
-    tokens = window(ids, positions, WholeSequences(), max_order=4, boundary_id=2, cut_at_boundary=cut)
+    memory = EngramConfig(
+        rules="ple" if cut else "engram", max_order=4, heads_per_order=2, rows_per_head=11, value_dim=6, vocab_size=90,
+        boundary_id=2,
+    )  # fmt: skip
+    megatron = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    ops = select_kernels("torch", device_type="cpu")
     multipliers, sizes = torch.tensor([2**58 + 1, 2**59 + 3, 7, 2**60 - 5]), torch.tensor([11, 13, 17, 19, 23, 29])
-    offsets = sizes.cumsum(0) - sizes
-    # Beside another layer's.
-    of_both = hashed_rows(tokens, *(torch.stack((each + 2, each)) for each in (multipliers, sizes, offsets)))
-    rows = of_both[len(sizes) :]
+    layers = []
+    for number in range(2):
+        rows = sum(memory.sizes(number + 1)[-1])
+        bank = Bank(BankSpec(number, rows, (0,)), memory, ops, dtype=torch.float32, device="cpu", replica_rank=0)
+        view = LayerView(number, 0, rows, rows)
+        layers.append(EngramLayer(megatron, memory, view, bank, kernels=ops, name="layer", seed=0))
+        # Beside another layer's.
+        layers[-1].multipliers.copy_(multipliers + 2 - 2 * number)
+        layers[-1].sizes.copy_(sizes + 2 - 2 * number)
+        layers[-1].offsets.copy_(layers[-1].sizes.cumsum(0) - layers[-1].sizes)
+    rows_of_both = EngramLayer.addresses(layers, ids, positions, WholeSequences())
+    own_rows = rows_of_both[len(sizes) :]
     for token in range(40):
         for sequence in range(3):
             seen, hidden = [int(ids[token, sequence])], False
@@ -274,14 +285,13 @@ def test_windows_and_hashes_are_those_of_a_loop(cut: bool) -> None:
                     hidden = seen[-1] == 2
                 if positions[token, sequence] < lag:
                     hidden = True
-            assert [int(each[token, sequence]) for each in tokens] == seen
             mixed, expected, first = seen[0] * int(multipliers[0]), [], 0
             for order in range(1, 4):
                 mixed ^= seen[order] * int(multipliers[order])
                 for size in sizes[2 * order - 2 : 2 * order].tolist():
                     expected.append(first + mixed % size)
                     first += size
-            assert rows[:, token, sequence].tolist() == expected
+            assert own_rows[:, token, sequence].tolist() == expected
 
 
 def test_published_tables_have_their_sizes(golden_dir: Path) -> None:

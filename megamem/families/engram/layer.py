@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.addresses.window import window
-from megamem.halo import UNCUT, Halo
+from megamem.halo import UNCUT, Halo, extended_in_one
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.layers.read_apart import read_apart
@@ -26,7 +25,6 @@ from megamem.placement.spans import resolve_placement
 from megamem.residual_streams.operations import stream_norm, wide_dtype
 from megamem.width_config import Width
 
-from .addresses import hashed_rows
 from .config import EngramConfig
 from .convolution import causal_convolution
 from .hashing import multipliers_of
@@ -62,6 +60,9 @@ class EngramLayer(MemoryLayer):
         sizes = torch.tensor(memory.sizes(self._number + 1)[-1], device=device)
         self.register_buffer("sizes", sizes, persistent=False)
         self.register_buffer("offsets", sizes.cumsum(0) - sizes, persistent=False)
+        orders = torch.arange(2, memory.max_order + 1, device=device)
+        self.register_buffer("orders", orders, persistent=False)
+        self.register_buffer("boundary_id", torch.tensor(memory.boundary_id, device=device), persistent=False)
         # Checkpoints hold them: neither NumPy's generators nor Unicode's tables promise to stay as they are.
         self.register_buffer("multipliers", torch.zeros(memory.max_order, dtype=torch.int64, device=device))
         if memory.token_map is not None:
@@ -93,19 +94,30 @@ class EngramLayer(MemoryLayer):
     @classmethod
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
         """See `MemoryLayer.addresses`: the rows of all layers' heads, [layers H, s, b]."""
-        first = layers[0]
-        memory, boundary = first.memory, first.memory.boundary_id
-        tokens = window(
-            # The boundary is a raw id: it is mapped where it is a token.
-            first.hashed_ids(token_ids),
-            positions,
-            halo,
-            max_order=memory.max_order,
-            boundary_id=boundary if memory.token_map is None else first.token_map[boundary],
-            cut_at_boundary=memory.cuts_at_boundary,
+        first, memory = layers[0], layers[0].memory
+        # What hides a token reads as the boundary, which is a raw id: it is mapped where it is a token.
+        boundary = first.boundary_id if memory.token_map is None else first.token_map[memory.boundary_id]
+        num_orders, heads = memory.ids_before, memory.heads_per_order
+        groups = len(layers) * num_orders
+        # One copy per microbatch, as loading a checkpoint changes multipliers, which a layer's orders share.
+        numbers = torch.cat(
+            [
+                *(each.multipliers for each in layers for _ in range(num_orders)),
+                *(each.sizes for each in layers),
+                *(each.offsets for each in layers),
+                *(each.orders for each in layers),
+            ]
         )
-        constants = zip(*((each.multipliers, each.sizes, each.offsets) for each in layers), strict=True)
-        return hashed_rows(tokens, *map(torch.stack, constants))
+        sizes = (memory.max_order, heads, heads, 1)
+        multipliers, moduli, offsets, orders = (
+            part.view(groups, size)
+            for part, size in zip(numbers.split([groups * size for size in sizes]), sizes, strict=True)
+        )
+        return first.kernels.ngram_hashes(
+            extended_in_one(halo, first.hashed_ids(token_ids), num_orders),
+            *(positions, multipliers, moduli, offsets, orders.squeeze(1), boundary, boundary),
+            *("xor", memory.cuts_at_boundary, None),
+        )
 
     @classmethod
     def rows_read(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor) -> Mapping[int, Tensor]:
