@@ -95,7 +95,7 @@ class EngramLayer(MemoryLayer):
     def addresses(cls, layers: Sequence[Self], token_ids: Tensor, positions: Tensor, halo: Halo) -> Tensor:
         """See `MemoryLayer.addresses`: the rows of all layers' heads, [layers H, s, b]."""
         first, memory = layers[0], layers[0].memory
-        # What hides a token reads as the boundary, which is a raw id: it is mapped where it is a token.
+        # Tokens that are hidden read as the boundary, which is a raw id: it is mapped where it is a token.
         boundary = first.boundary_id if memory.token_map is None else first.token_map[memory.boundary_id]
         num_orders, heads = memory.ids_before, memory.heads_per_order
         groups = len(layers) * num_orders
