@@ -26,13 +26,11 @@ class DistinctRows:
     Attributes:
         rows: [N] int64, ascending. On a GPU N is the most that there could be, and rows behind the last repeat the first.
         sources: [N] int64, the row of the sums that belongs to each of `rows`; None: its own.
-        slots: rows of the sums for each lookup, in the shape of its ids; -1 for rows that others hold.
         counts: [N] int64, reads of each row of the sums, 0 where it has none; None: nobody asked for them.
     """
 
     rows: Tensor
     sources: Tensor | None
-    slots: tuple[Tensor, ...]
     counts: Tensor | None = None
 
 
@@ -138,11 +136,11 @@ class RowGradient:
         )
         return WaitingStep(tuple(lookups), self.numbers)
 
-    def _add_up(self, lookups: Iterable[Lookup], read: DistinctRows) -> None:
+    def _add_up(self, lookups: Iterable[Lookup], read: DistinctRows, slots: Sequence[Tensor]) -> None:
         self.read = read
         self.sums = torch.zeros(read.rows.numel(), self._width, dtype=torch.float32, device=read.rows.device)
         if read.rows.numel():
-            numbered = (replace(lookup, ids=slots) for lookup, slots in zip(lookups, read.slots, strict=True))
+            numbered = (replace(lookup, ids=own) for lookup, own in zip(lookups, slots, strict=True))
             for lookup in in_groups(numbered, self._width):
                 lookup.add_to(self.sums)
         # What waits does so until the update is applied.
@@ -155,18 +153,23 @@ class RowGradient:
         # Tables that the same lookups read have a key in common. All keys are made before any lookup is dropped, and another
         # tensor may get its ids' number.
         keys = [(gradient.num_rows, *(id(lookup.ids) for lookup in lookups)) for gradient, lookups in read]
-        known: dict[tuple[int, ...], DistinctRows] = {}
-        for key in keys:
+        known: dict[tuple[int, ...], tuple[DistinctRows, tuple[Tensor, ...]]] = {}
+        for number, key in enumerate(keys, 1):
             gradient, lookups = read.pop(0)
             if key not in known:
                 ids = [lookup.ids for lookup in lookups]
                 known[key] = distinct_rows(
                     ids, gradient.num_rows, repeats=gradient.repeats, counted=gradient.choose is not None
                 )
-            gradient._add_up(lookups, known[key])
+            gradient._add_up(lookups, *known[key])
+            if key not in keys[number:]:
+                # Slots, and the order that is kept on them, take more than ids do.
+                del known[key]
 
 
-def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1, counted: bool = False) -> DistinctRows:
+def distinct_rows(
+    lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1, counted: bool = False
+) -> tuple[DistinctRows, tuple[Tensor, ...]]:
     """Rows that lookups read, by a sort of all entries. No shape depends on data on a GPU, so that nothing waits for it.
 
     Args:
@@ -174,6 +177,9 @@ def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1,
         num_rows: rows of the table.
         repeats: times that every row is there; a read counts once for all of them.
         counted: count reads.
+
+    Returns:
+        The rows, and rows of the sums for each lookup, int32 in the shape of its ids; -1 for rows that others hold.
     """
     ids = torch.cat([ids.reshape(-1) for ids in lookups])
     most, device = min(ids.numel() // repeats, num_rows), ids.device
@@ -200,7 +206,7 @@ def distinct_rows(lookups: Sequence[Tensor], num_rows: int, *, repeats: int = 1,
     if device.type == "cpu" and type(rows) is torch.Tensor:
         # Host sync: none on a CPU, where rows that were not read need no sums. (A dry run's tensors have no values.)
         num = int((rows < num_rows).sum())
-        return DistinctRows(rows[:num].clone(), None, by_lookup, None if counts is None else counts[:num])
+        return DistinctRows(rows[:num].clone(), None, None if counts is None else counts[:num]), by_lookup
     sources = torch.where(rows < num_rows, torch.arange(most, device=device), 0)
     # Without a row of its own a rank repeats its first, whose sum is then zero.
-    return DistinctRows(rows[sources].clamp_(max=num_rows - 1), sources, by_lookup, counts)
+    return DistinctRows(rows[sources].clamp_(max=num_rows - 1), sources, counts), by_lookup

@@ -76,9 +76,9 @@ def _accumulate_rounded(
     accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, rounding: Rounding
 ) -> None:
     """Sums in fp32 of the rows that are read, which are then rounded."""
-    read = distinct_rows([ids], accumulator.shape[0])
+    read, (slots,) = distinct_rows([ids], accumulator.shape[0])
     sums = accumulator[read.rows].float()
-    torch_segment_accumulate(sums, read.slots[0], coef, vec, bins)
+    torch_segment_accumulate(sums, slots, coef, vec, bins)
     if read.sources is not None:
         sums = sums[read.sources]
     rounded = torch.empty_like(sums, dtype=accumulator.dtype)

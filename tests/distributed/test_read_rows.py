@@ -334,18 +334,18 @@ def test_rows_without_a_count_are_padded_with_the_first() -> None:
         pass
 
     ids = [torch.tensor([[5, 2], [9, 5]]), torch.tensor([2, -1, 7])]
-    counted = distinct_rows(ids, 8)
+    counted, places = distinct_rows(ids, 8)
     assert counted.rows.tolist() == [2, 5, 7]
-    assert [slots.tolist() for slots in counted.slots] == [[[1, 0], [-1, 1]], [0, -1, 2]]
-    padded = distinct_rows([part.as_subclass(Uncounted) for part in ids], 8)
+    assert [slots.tolist() for slots in places] == [[[1, 0], [-1, 1]], [0, -1, 2]]
+    padded, of_padded = distinct_rows([part.as_subclass(Uncounted) for part in ids], 8)
     assert padded.sources is not None
     assert padded.rows.tolist() == [2, 5, 7, 2, 2, 2, 2]
     assert padded.sources.tolist() == [0, 1, 2, 0, 0, 0, 0]
-    assert [slots.tolist() for slots in padded.slots] == [slots.tolist() for slots in counted.slots]
-    halved = distinct_rows([part.as_subclass(Uncounted) for part in (ids[0], ids[0].flip(0))], 8, repeats=2)
+    assert [slots.tolist() for slots in of_padded] == [slots.tolist() for slots in places]
+    halved, places = distinct_rows([part.as_subclass(Uncounted) for part in (ids[0], ids[0].flip(0))], 8, repeats=2)
     assert halved.rows.tolist() == [2, 5, 2, 2]
-    assert [slots.tolist() for slots in halved.slots] == [[[1, 0], [-1, 1]], [[-1, 1], [1, 0]]]
-    nobody = distinct_rows([torch.tensor([8, -3]).as_subclass(Uncounted)], 8)
+    assert [slots.tolist() for slots in places] == [[[1, 0], [-1, 1]], [[-1, 1], [1, 0]]]
+    nobody, (places,) = distinct_rows([torch.tensor([8, -3]).as_subclass(Uncounted)], 8)
     assert nobody.rows.tolist() == [7, 7]
-    assert nobody.slots[0].tolist() == [-1, -1]
+    assert places.tolist() == [-1, -1]
     assert RowGradient(8, 2).sums is None

@@ -240,7 +240,7 @@ def test_in_bf16_dense_and_rows_are_as_far_apart_as_their_roundings(run_ranks: A
                         if (gradient := row_gradient_of(table)) is None:
                             table.main_grad.zero_().index_copy_(0, read, sums)  # type: ignore[attr-defined]
                         else:
-                            gradient.read, gradient.sums = DistinctRows(read, None, ()), sums
+                            gradient.read, gradient.sums = DistinctRows(read, None), sums
                     run.optimizer.prepare_grads()
                     for group in run.optimizer.param_groups:
                         group.update(lr=lr, weight_decay=(1 - keep) / lr)

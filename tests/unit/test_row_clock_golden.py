@@ -47,7 +47,7 @@ class Table:
         self.rule = ReadRows([self.share], [], settings=settings, seed=1, places=places, groups=alone)
 
     def step(self, rows: Tensor, sources: Tensor | None, sums: Tensor) -> None:
-        self.gradient.read, self.gradient.sums = DistinctRows(rows, sources, ()), sums
+        self.gradient.read, self.gradient.sums = DistinctRows(rows, sources), sums
         self.rule.step()
 
     @property

@@ -27,21 +27,20 @@ def add_up_replicas(gradients: Sequence[RowGradient], replicas: dist.ProcessGrou
     if replicas.size() == 1:
         return
     # By the rows of one replica: tables that the same lookups read share them.
-    known: dict[int, tuple[DistinctRows, DistinctRows]] = {}
+    known: dict[int, tuple[DistinctRows, DistinctRows, Tensor]] = {}
     for gradient in gradients:
         own, sums = gradient.read, gradient.sums
         if own is None or sums is None:
             continue
         if id(own) not in known:
             # Kept with its result, so that no other rows get its number.
-            known[id(own)] = own, _rows_of_all(own, gradient.num_rows, replicas)
-        _, read = known[id(own)]
-        (slots,) = read.slots
+            known[id(own)] = own, *_rows_of_all(own, gradient.num_rows, replicas)
+        _, read, slots = known[id(own)]
         gradient.read, gradient.sums = read, _sums_of_all(sums, slots, read.rows.numel(), replicas)
 
 
-def _rows_of_all(own: DistinctRows, num_rows: int, replicas: dist.ProcessGroup) -> DistinctRows:
-    """Rows of all replicas, with one lookup [n, N] of their places."""
+def _rows_of_all(own: DistinctRows, num_rows: int, replicas: dist.ProcessGroup) -> tuple[DistinctRows, Tensor]:
+    """Rows of all replicas, and the places [n, N] of each replica's among them."""
     # Its numbers, and one that is none of them.
     ids = own.rows.to(row_dtype(num_rows + 1))
     if own.sources is None:
@@ -54,14 +53,14 @@ def _rows_of_all(own: DistinctRows, num_rows: int, replicas: dist.ProcessGroup) 
         # Behind the last they repeat the first.
         ids = torch.where(own.sources == torch.arange(len(ids), device=ids.device), ids, num_rows)
     of_all = _gathered(ids, replicas)
-    found = distinct_rows([of_all], num_rows)
+    found, (slots,) = distinct_rows([of_all], num_rows)
     if own.counts is None:
-        return found
+        return found, slots
     counts = torch.nn.functional.pad(own.counts.to(torch.int32), (0, len(ids) - len(own.counts)))
-    counts, (slots,) = _gathered(counts, replicas).view(-1).long(), found.slots
+    counts = _gathered(counts, replicas).view(-1).long()
     # Entries without a place have no reads.
     sums = counts.new_zeros(found.rows.numel()).scatter_add_(0, slots.clamp(min=0).view(-1).long(), counts)
-    return replace(found, counts=sums)
+    return replace(found, counts=sums), slots
 
 
 def _gathered(own: Tensor, replicas: dist.ProcessGroup) -> Tensor:
