@@ -214,8 +214,10 @@ MODELS: dict[str, ModelConfig] = {
             ),
         ),
     ),
-    "ngram embedding": replace(
-        BASE, memory=NgramEmbeddingConfig(value_dim=6, address=NgramAddressConfig(max_order=4, num_rows=60))
+    "bigrams in values, and ngram embedding": replace(
+        BASE,
+        memory=ValueNgramsConfig(value_dim=6, address=NgramAddressConfig(num_rows=40)),
+        second_memory=NgramEmbeddingConfig(value_dim=6, address=NgramAddressConfig(max_order=4, num_rows=60)),
     ),
     "value n-grams": replace(
         BASE,
