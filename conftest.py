@@ -18,6 +18,10 @@ def _settle_process() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    if hasattr(os, "SCHED_BATCH"):
+        # Ranks wake each other hundreds of times in a step, and share cores: whoever is woken waits for its turn, and does
+        # not push aside the one that runs, which costs two switches. Forks and threads inherit it.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     from parallel.machine.devices import keep_cuda_out_of_this_process
 
     # Ranks are forked from this process.
