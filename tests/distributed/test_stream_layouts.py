@@ -38,7 +38,7 @@ IN_PAIRS = "tensor 2 x pipeline 2, recomputed"
 MIXED_AGAIN = "tensor 2 x pipeline 2, streams mixed again"
 LAYOUTS = TOKEN_LAYOUTS | {
     IN_PAIRS: {"tensor": 2, "pipeline": 2, "recompute": "full"},
-    MIXED_AGAIN: {"tensor": 2, "pipeline": 2, "recompute_streams": 2, "micro_batch_size": 2},
+    MIXED_AGAIN: {"tensor": 2, "pipeline": 2, "recompute_streams": 2},
     # Chunks of one block, of which two are on a stage.
     SELECTIVE: TOKEN_LAYOUTS[SELECTIVE] | {"recompute_streams": 1},
 }
@@ -104,7 +104,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     FULL: ("mhc", "single pass, ngram embedding", "gated, residual n-grams"),
     SELECTIVE: EVERYWHERE,
     IN_PAIRS: ("single pass, learned keys that join later", "plain, one query"),
-    MIXED_AGAIN: ("single pass, learned keys that join later", "gated, ple, muon", "plain, one query"),
+    MIXED_AGAIN: ("single pass, learned keys that join later", "plain, one query"),
     HALOS: (*EVERYWHERE, "gated, residual n-grams"),
     "pipeline 4": ("mhc", "static, in place of feed-forwards"),
 }
@@ -200,7 +200,7 @@ def test_sent_streams_are_those_of_one_rank_to_ten_digits(run_ranks: Any) -> Non
     # By these steps a model of learned keys has all that one without a memory has.
     names = [name for name in MODELS if name.split(", ")[-1] not in TIED and name != "mhc"]
     layouts: dict[str, dict[str, Any]] = {
-        "stages": {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 2, "recompute": "full"},
+        "stages": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
         "cut": {"context": 2, "memory": 2},
     }
     of_one = run_ranks(lambda: [train_in_fp64(config_of(name)) for name in names], 1)[0]
