@@ -319,8 +319,11 @@ def _(base: Outputs, second: Outputs) -> None:
     assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
 
 
-BOTH = set_key(
-    set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))), "evaluation.max_sequences", None
+# Long windows: all that is held out is evaluated.
+BOTH = replace(
+    set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))),
+    train=replace(RUN.train, sequence_length=64),
+    evaluation=EvaluationConfig(),
 )
 
 

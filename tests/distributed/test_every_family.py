@@ -379,8 +379,11 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
         return {"logits": logits_of(built(config))}
 
     @cache
+    def step(config: RunConfig) -> Step:
+        return first_step(config, groups)
+
     def gradients(config: RunConfig) -> dict[str, Tensor]:
-        return first_step(config, groups).gradients
+        return step(config).gradients
 
     def differ(one: RunConfig, other: RunConfig) -> bool:
         for measured in (weights, outputs, gradients):
@@ -402,7 +405,7 @@ def ask(kind: str, groups: ParallelGroups) -> Asked:
                     break
         else:
             (asked.untold if is_read_anywhere else asked.unread).append((key, values))
-    asked.steps = [first_step(model, groups) for model in kinds.values()]
+    asked.steps = [step(model) for model in kinds.values()]
     asked.unswitched = [model for model in kinds.values() if not obeys_switch(built(model))]
     return asked
 
