@@ -109,9 +109,10 @@ PARALLEL = [name for name in LAYOUTS if not name.endswith("1 rank")]
 # One rank, every axis and each kind of recomputation.
 REPEATED = [
     "private, 1 rank",
+    "private, tensor 2 x memory 2, full recomputation",
     "tensor 2 x pipeline 2, selective recomputation",
     "pipeline 2 x virtual 2 x context 2 x memory 2",
-    "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, 2 of rows, full recomputation",
+    "context 2 x data 2 x memory 4, 2 of rows, selective recomputation",
 ]
 
 
