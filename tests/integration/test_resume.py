@@ -307,8 +307,7 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first(
     ("layout", "other"),
     [
         pytest.param("tensor 2 x pipeline 2", ("--nproc", 1), id="to one rank"),
-        pytest.param("tensor 2 x pipeline 2", ("--nproc", 4, "parallel.tensor=2"), id="to tensor 2 x data 2"),
-        pytest.param("one rank", ("--nproc", 2, "parallel.pipeline=2"), id="to pipeline 2"),
+        pytest.param("one rank", ("--nproc", 2), id="to data 2"),
     ],
     indirect=["layout"],
 )
