@@ -74,9 +74,11 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 
 test:  ## lint and types of all, and the whole suite of the product
 	@$(INSTALL) $(TEST_EXTRAS)
-	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; \
-	  tests=0; $(MAKE) --no-print-directory pytest || tests=$$?; \
-	  if [ $$lint != 0 ]; then echo "make test: lint failed, see above the tests" >&2; fi; \
+	@# Lint takes one core for a minute, beside the tests, and says all at once what it found.
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	  { lint=0; $(MAKE) --no-print-directory lint >"$$log" 2>&1 || lint=$$?; echo; cat "$$log"; exit $$lint; } & \
+	  lint=0; tests=0; $(MAKE) --no-print-directory pytest || tests=$$?; wait $$! || lint=$$?; \
+	  if [ $$lint != 0 ]; then echo "make test: lint failed, see among the lines of the tests" >&2; fi; \
 	  exit $$(( lint + tests ))
 
 lint:  ## ruff, mypy, and the direction of imports

@@ -20,18 +20,20 @@ if [[ " ${pythons[*]} " != *" ${version%.*} "* ]]; then
   fail "$python is Python $version, and $pin is for ${pythons[*]}: name one, as in make ENGINE=$engine PYTHON=python${pythons[0]}"
 fi
 
-# Two makes at once take turns. Where flock is missing (macOS), they are on their own.
-exec 9<"$root/pyproject.toml"
-if command -v flock >/dev/null; then flock 9; fi
-
 # The record says what was installed, and is written last: without it, or with another one, the environment is made anew. Packages of
 # a half-finished installation can look complete to pip, so it is never continued.
 records=$venv/.megamem
 name=${extras:-none}
 key=$(cat requirements/lock.txt "$pin" pyproject.toml setup.py lab/pyproject.toml lab/setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
-if [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null; then
-  exit 0
-fi
+is_complete() {
+  [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null
+}
+if is_complete; then exit 0; fi
+
+# Two installations at once take turns. Where flock is missing (macOS), they are on their own.
+exec 9<"$root/pyproject.toml"
+if command -v flock >/dev/null; then flock 9; fi
+if is_complete; then exit 0; fi
 
 if [[ -e $venv ]] && [[ ! -d $records ]]; then
   fail "$venv exists and was not made by this script: move it away, or choose another folder with make VENV=.venv-megamem"
