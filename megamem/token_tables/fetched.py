@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.common.side_thread import side_thread
 from megamem.token_tables.codec import RowCodec
 from megamem.token_tables.rows import rows_of_addresses
 
@@ -72,7 +73,7 @@ class FetchedRows:
     def announce(self, token_ids: Tensor) -> None:
         """See `RowFetch`."""
         self._wait()
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._thread = self._thread or side_thread("rows", self._held.device)
         self._fetching = self._thread.submit(
             self._hold, rows_of_addresses(token_ids.unique().unsqueeze(0), self._rows_per_token)
         )

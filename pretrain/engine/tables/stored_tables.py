@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.common.side_thread import side_thread
 from kernels.common.table_gradient import give_gradient
 from kernels.common.table_scale import give_scale, scale_of
 from megamem.model import MemoryGPTModel
@@ -187,7 +188,7 @@ class StoredTables:
         self._files, self._device = TableFiles(folder), device
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._tables: dict[nn.Parameter, StoredTable] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tables")
+        self._thread = side_thread("tables", device)
         self._ids: tuple[range, Future[Tensor]] | None = None
         self._ahead: _Ahead | None = None
         self.waits = Waits()
