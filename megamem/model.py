@@ -166,6 +166,7 @@ class MemoryGPTModel(LanguageModule):
             for place, layer in enumerate(layers_of_family):
                 layer.place, layer.first_address = place, first_address
             first_address += layers_of_family[0].memory.num_addresses(len(layers_of_family))
+        self._joint_address = next((x.first_address for x in self.memory_layers if x.memory.reads_once), 0)
         self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
         self.separate_documents = separate_documents
         self.reads_tokens = has_embedding or has_loss or self._memory_reads_tokens or separate_documents
@@ -238,7 +239,7 @@ class MemoryGPTModel(LanguageModule):
             inputs = replace(inputs, packed=self._packed(input_ids, position_ids, self._machinery.token_halo, cache))
             for read in self._joint_reads():
                 own = inputs.share(self.tp_group) if self.config.sequence_parallel else inputs
-                inputs = replace(inputs, read=read(own))
+                inputs = replace(inputs, read=read(own, self._joint_address))
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else self._received
         assert hidden is not None
         inputs = replace(inputs, turns=self._turns(hidden, position_ids, cache))
@@ -383,7 +384,7 @@ class MemoryGPTModel(LanguageModule):
         no_id = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
         inputs = Inputs(self._packed(no_id, no_id, UNCUT))
         for read in self._joint_reads():
-            inputs = Inputs(inputs.packed, read(inputs))
+            inputs = Inputs(inputs.packed, read(inputs, self._joint_address))
         for site in self._memory_sites:
             if site.memory_enabled:
                 site.serve(no_token, inputs)

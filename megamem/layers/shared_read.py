@@ -56,8 +56,8 @@ class SharedRead(MegatronModule):
         """Allocate the family's weights, by `_weight`."""
 
     @abstractmethod
-    def forward(self, inputs: Inputs) -> Tensor:
-        """[t, b, ...] for the tokens of `inputs` [t, b]."""
+    def forward(self, inputs: Inputs, first_address: int) -> Tensor:
+        """[t, b, ...] for the tokens of `inputs` [t, b]; `first_address` as of the family's layers (`MemoryLayer`)."""
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))

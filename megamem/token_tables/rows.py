@@ -19,7 +19,7 @@ def rows_of_addresses(addresses: Tensor, slots: int) -> Tensor:
     return rows.transpose(0, 1).flatten(1).contiguous()
 
 
-def rows_of_inputs(inputs: Inputs, memory: TokenTableConfig, first_address: int = 0) -> Tensor:
+def rows_of_inputs(inputs: Inputs, memory: TokenTableConfig, first_address: int) -> Tensor:
     """[T, A M] int64 rows that the tokens of `inputs` [s, b] read.
 
     Args:

@@ -24,7 +24,7 @@ def patterns_of(memory: TokenTableConfig, device: torch.device) -> Tensor | None
     return sign_patterns(memory.address.num_sign_patterns, memory.value_dim, device)
 
 
-def signs_of_inputs(inputs: Inputs, memory: TokenTableConfig, patterns: Tensor, first_address: int = 0) -> Tensor:
+def signs_of_inputs(inputs: Inputs, memory: TokenTableConfig, patterns: Tensor, first_address: int) -> Tensor:
     """[T, A, V] int8 signs of the rows that the tokens of `inputs` [s, b] read; see `rows_of_inputs`."""
     assert memory.address is not None
     num = memory.address.num_addresses
@@ -38,7 +38,7 @@ def read_signed(
     memory: TokenTableConfig,
     patterns: Tensor | None,
     dtype: torch.dtype,
-    first_address: int = 0,
+    first_address: int,
 ) -> Tensor:
     """[T, A, V] of `rows` [T, A], which are those of `inputs`, times their signs."""
     read = read_apart(lookup, rows, dtype)

@@ -247,15 +247,18 @@ MODELS: dict[str, ModelConfig] = {
     "residual n-grams without signs, documents apart": replace(
         BASE, memory=ResidualNgramsConfig(value_dim=HIDDEN, address=NgramAddressConfig(max_order=3, num_rows=60))
     ),
-    "lave and residual n-grams": replace(
+    "lave by n-grams, and residual n-grams": replace(
         BASE,
         memory=LaveConfig(
-            value_dim=BASE.query_groups * BASE.attention_head_dim, placement=PlacementConfig(blocks=(0, 1, 3))
+            value_dim=BASE.query_groups * BASE.attention_head_dim,
+            address=NgramAddressConfig(max_order=3, num_rows=60),
+            placement=PlacementConfig(blocks=(0, 1, 3)),
         ),
         second_memory=ResidualNgramsConfig(
             value_dim=HIDDEN // 2,
             address=NgramAddressConfig(rules="xor", num_rows=41, signs="ids", num_sign_patterns=19),
-            placement=PlacementConfig(blocks=(0, 2, 3)),
+            # Its addresses are behind the other's.
+            placement=PlacementConfig(blocks=(1, 3)),
         ),
     ),
     "tide, and move by n-grams": replace(

@@ -126,7 +126,7 @@ MODELS = {
             value_dim=20, address=NgramAddressConfig(rules="xor", max_order=3, num_rows=20, signs="ids")
         ),
     ),
-    "lave and residual n-grams": replace(
+    "lave by n-grams, and residual n-grams": replace(
         DENSE,
         memory=LaveConfig(value_dim=DENSE.query_groups * DENSE.attention_head_dim, num_gate_heads=1),
         second_memory=ResidualNgramsConfig(

@@ -208,7 +208,7 @@ def tide_stream(case: Case, together: nn.Module, without: int | None) -> Tensor:
     """The residual stream [b, s, D] after the last block; one block's memory may be left out."""
     weights, config = case.leaves, case.config
     inputs = case.inputs()
-    read = together(inputs)
+    read = together(inputs, first_address=0)
     h = F.embedding(case.tensors["in.tokens"], weights["E0"])
     for index, layer in enumerate(case.layers):
         own = {name.split(".")[-1]: leaf for name, leaf in weights.items() if name.startswith(f"layers.{index}.")}

@@ -132,7 +132,7 @@ def residual(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: to
             layer.gain.copy_(weight)
     ids = tensors["in.tokens"]
     inputs = layers[0].alone(Inputs(pack(ids, torch.arange(ids.shape[1]).expand_as(ids))))
-    inputs = replace(inputs, read=together(inputs))
+    inputs = replace(inputs, read=together(inputs, first_address=0))
     if dtype == torch.float64:
         assert torch.equal(inputs.shared.transpose(0, 1), tensors["mid.b"])
 

@@ -32,22 +32,26 @@ class SummedRows(SharedRead):
         # Checkpoints leave out what the configuration says.
         self.register_buffer("patterns", patterns_of(self.memory, parameter_device(self.config)), persistent=False)
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: Inputs, first_address: int) -> Tensor:
         """[t, b, V] for the tokens of `inputs` [t, b]."""
-        # One family of a model has n-grams, so its addresses are the first.
-        return summed(self.lookup, inputs, self.memory, self.patterns, self.config.params_dtype)
+        return summed(self.lookup, inputs, self.memory, self.patterns, self.config.params_dtype, first_address)
 
 
 def summed(
-    lookup: TableLookup, inputs: Inputs, memory: ResidualNgramsConfig, patterns: Tensor | None, dtype: torch.dtype
+    lookup: TableLookup,
+    inputs: Inputs,
+    memory: ResidualNgramsConfig,
+    patterns: Tensor | None,
+    dtype: torch.dtype,
+    first_address: int,
 ) -> Tensor:
     """b [t, b, V] for the tokens of `inputs` [t, b], of `dtype`."""
-    rows = rows_of_inputs(inputs, memory)
+    rows = rows_of_inputs(inputs, memory, first_address)
     if patterns is None:
         ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
         found = lookup.read(rows, ones, None)
     else:
-        found = read_signed(lookup, rows, inputs, memory, patterns, dtype).sum(1)
+        found = read_signed(lookup, rows, inputs, memory, patterns, dtype, first_address).sum(1)
     return found.view(*inputs.token_ids.shape, found.shape[1])
 
 
@@ -71,4 +75,5 @@ class ResidualNgramsLayer(TokenTableLayer):
         """See `MemoryLayer.initial_output`."""
         inputs = self.alone(inputs)
         patterns = patterns_of(self.memory, parameter_device(self.config))
-        return self(hidden, replace(inputs, read=summed(self.lookup, inputs, self.memory, patterns, hidden.dtype)))
+        read = summed(self.lookup, inputs, self.memory, patterns, hidden.dtype, self.first_address)
+        return self(hidden, replace(inputs, read=read))

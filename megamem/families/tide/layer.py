@@ -32,10 +32,9 @@ class TideRead(SharedRead):
         if self.memory.row_gain:
             self.gain = self._weight(self.memory.rows_per_token, hidden_size)
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: Inputs, first_address: int) -> Tensor:
         """[t, b, K, D] for the tokens of `inputs` [t, b]."""
-        # No other family is in the model, so the addresses are the first.
-        rows = rows_of_inputs(inputs, self.memory)
+        rows = rows_of_inputs(inputs, self.memory, first_address)
         read = read_normalised(self.lookup, rows, self.epsilon, self.config.params_dtype)
         normal = read.view(*inputs.token_ids.shape, *read.shape[1:])
         return (normal * self.gain if self.memory.row_gain else normal).to(self.config.params_dtype)
