@@ -127,7 +127,8 @@ class Timeline:
         """The function as a part in forward and in backward.
 
         In backward the part is entered when gradients of the result arrive, and left when those of all arguments are
-        there. Everything computed from its arguments must lie on a way from the result to them.
+        there. Everything computed from its arguments must lie on a way from the result to them. Where no way leads there, as from
+        rows that a chunk reads once for all its layers, backward has no marks; the first call tells.
 
         Args:
             part: its name.
@@ -135,14 +136,20 @@ class Timeline:
                 returns.
         """
 
+        known: list[bool] = []
+
         @self.part(part)
         def timed(*args: Any, **kwargs: Any) -> Any:
             wanting = [i for i, arg in enumerate(args) if _wants_gradient(arg)]
-            if not wanting:
+            if not wanting or known == [False]:
                 return function(*args, **kwargs)
             tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
             marked = dict(zip(wanting, tensors, strict=True))
             out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            if not known:
+                known.append(_leads_to(out, tensors[0].grad_fn))
+            if known == [False]:
+                return out
             return _map_tensors(partial(_MarkInBackward.apply, self.enter, part), out)
 
         return timed
@@ -179,6 +186,26 @@ def _map_tensors(function: Callable[..., tuple[Tensor, ...]], out: Any) -> Any:
     if isinstance(out, tuple):
         return function(*out)
     return function(out)[0] if out is not None else None
+
+
+def _leads_to(out: Any, node: Any) -> bool:
+    """Tell whether the gradient of a part's result goes through this node of autograd's graph."""
+    found: list[Any] = []
+
+    def collect(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found.extend(tensor.grad_fn for tensor in tensors)
+        return tensors
+
+    _map_tensors(collect, out)
+    seen: set[Any] = set()
+    while found:
+        at = found.pop()
+        if at is node:
+            return True
+        if at is not None and at not in seen:
+            seen.add(at)
+            found += [before for before, _ in at.next_functions]
+    return False
 
 
 def _wants_gradient(arg: Any) -> bool:

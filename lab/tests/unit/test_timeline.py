@@ -189,3 +189,16 @@ def test_on_a_gpu_events_are_recorded_and_waited_for_once(monkeypatch: pytest.Mo
         # Milliseconds.
         assert timeline.end().seconds == {Range("rest", ""): 0.003, Range("rest", "part"): 0.005}
     assert (log.count("new"), log.count("record"), log.count("wait")) == (4, 8, 2)
+
+
+def test_a_part_whose_result_knows_nothing_of_its_arguments_has_no_marks_in_backward() -> None:
+    timeline = Timeline(torch.device("cpu"))
+    shared = torch.ones(2, requires_grad=True)
+    apart = timeline.differentiable("apart", lambda x: 2 * shared)
+    timeline.begin("rest")
+    x = torch.ones(2, requires_grad=True) * 3
+    for _ in range(2):
+        (apart(x) + x).sum().backward(retain_graph=True)
+    found = timeline.end()
+    assert shared.grad is not None
+    assert found.entries == {Range("rest", "apart"): 2}
