@@ -4,17 +4,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "../common/product.h"
+
 namespace {
 
 constexpr int64_t kTile = 256;
-
-// The upper half of a product, of 32-bit halves: vectors have no instruction for it, and GCC makes vectors of this.
-inline uint64_t upper_product(uint64_t a, uint64_t b) {
-  const uint64_t low = 0xFFFFFFFFull;
-  const uint64_t a0 = a & low, a1 = a >> 32, b0 = b & low, b1 = b >> 32;
-  const uint64_t middle = a1 * b0 + ((a0 * b0) >> 32);
-  return a1 * b1 + (middle >> 32) + ((a0 * b1 + (middle & low)) >> 32);
-}
 
 struct problem {
   const int64_t *extended, *multipliers, *moduli, *offsets, *orders, *positions;
