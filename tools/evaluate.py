@@ -191,7 +191,7 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[boo
     from pretrain.engine.session import session
     from pretrain.evaluation.evaluate import evaluate
     from pretrain.evaluation.restore import restore_model
-    from pretrain.train.callbacks import evaluation_row
+    from pretrain.train.trackers import evaluation_row
 
     with session(config) as groups:
         tokenizer = check_blend(config.evaluated)

@@ -128,7 +128,7 @@ def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str
     from pretrain.evaluation.evaluate import evaluate
     from pretrain.evaluation.restore import restore_model
     from pretrain.evaluation.stored_tables import open_tables
-    from pretrain.train.callbacks import evaluation_row
+    from pretrain.train.trackers import evaluation_row
 
     memory = token_tables(config, "--tables")
     with session(config) as groups:

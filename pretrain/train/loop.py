@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -19,16 +18,17 @@ from pretrain.engine.step import Batch, StepResult, train_step
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import Incident, now
 from pretrain.run.stop import StopRequest
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Callbacks, Row
 from pretrain.train.health.rewind import rewind
 from pretrain.train.health.spikes import find_spike, remember
 from pretrain.train.run import Run
 
 
-def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = None) -> None:
+def train(run: Run, callbacks: Iterable[Callback], stop: StopRequest | None = None) -> None:
     """Train to the configured number of steps.
 
     Args:
+        callbacks: the work besides training, in any order.
         stop: heeded from before the run was opened; None: from now on.
 
     Raises:
@@ -36,30 +36,26 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
         UserError: too many steps in a row had no finite gradient or a spike, the data is damaged, or a checkpoint
             cannot be written.
     """
-    config = run.config
+    config, everyone = run.config, Callbacks(callbacks)
     run.stop.request = stop or StopRequest()
     batches = run.batches()
     try:
-        for callback in callbacks:
-            callback.on_start(run)
+        everyone.on_start(run)
         # No checkpoint has what waits for the next update of tables.
         while run.state.step < config.train.num_steps and not (run.stop.known and run.state.num_waiting == 0):
             result, row = take_step(run, batches, stop_requested=run.stop.requested)
-            _tell(run, callbacks, result)
-            if result.spike and config.health.spikes.action == "rewind" and _went_back(run, callbacks, result.spike):
+            _tell(run, everyone, result)
+            if result.spike and config.health.spikes.action == "rewind" and _went_back(run, everyone, result.spike):
                 batches = run.batches()
                 continue
             run.stop.known |= result.stop_requested
-            for callback in callbacks:
-                callback.on_step(run, row)
+            everyone.on_step(run, row)
             _check_progress(run, result)
-        for callback in callbacks:
-            callback.on_end(run)
+        everyone.on_end(run)
     except BaseException:
         # Perhaps of this rank alone, so nothing that asks the others may follow.
         run.saver.abandon()
-        for callback in callbacks:
-            callback.on_failure(run)
+        everyone.on_failure(run)
         raise
     if run.state.num_finished < config.train.num_steps:
         owed = ", with the evaluation of this step first" if run.state.owes_evaluation else ""
@@ -78,12 +74,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     started = time.perf_counter()
     seed_step(config.seed, run.state.step)
     apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
-    stored = run.stored_tables
-    with (
-        nullcontext()
-        if stored is None
-        else stored.step(run.reads, run.samples, run.following_samples, run.state.table_updates)
-    ):
+    with run.rows_at_hand():
         result = train_step(
             run.chunks,
             run.optimizer,
@@ -163,28 +154,26 @@ def _learning_rates(run: Run) -> dict[GroupName, float]:
     return {name: lr for name, (lr, _) in scheduled.items()} | carried
 
 
-def _went_back(run: Run, callbacks: Sequence[Callback], spike: str) -> bool:
-    """Go back from a spike, and tell the callbacks; without a checkpoint the step stays skipped."""
+def _went_back(run: Run, everyone: Callbacks, spike: str) -> bool:
+    """Go back from a spike, and tell everyone; without a checkpoint the step stays skipped."""
     step = run.state.step
     done = rewind(run, spike)
     if done is None:
         return False
-    for callback in callbacks:
-        callback.on_incident(run, Incident(step, "rewind", done, now()))
-        callback.on_rewind(run)
+    everyone.on_incident(run, Incident(step, "rewind", done, now()))
+    everyone.on_rewind(run)
     return True
 
 
-def _tell(run: Run, callbacks: Sequence[Callback], result: StepResult) -> None:
-    """Tell the callbacks of a step whose update was not applied."""
+def _tell(run: Run, everyone: Callbacks, result: StepResult) -> None:
+    """Tell everyone of a step whose update was not applied."""
     if result.updated:
         return
     if result.spike is not None:
         kind, found = "spike", f"{result.spike}; its update was not applied"
     else:
         kind, found = "non-finite", f"{in_words(result.non_finite)}; the update was not applied"
-    for callback in callbacks:
-        callback.on_incident(run, Incident(run.state.step, kind, found, now()))
+    everyone.on_incident(run, Incident(run.state.step, kind, found, now()))
 
 
 def _check_progress(run: Run, result: StepResult) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -120,6 +120,14 @@ class Run:
     def reads(self) -> StepReads:
         """The way to the rows that a step reads, of families of which tokens say so."""
         return StepReads(self.train_data, [unwrap(chunk) for chunk in self.chunks], self.groups)
+
+    def rows_at_hand(self) -> AbstractContextManager[None]:
+        """Block of the next step: within it the rows of tables in files that the step reads are on the device, and behind
+        it those that it has updated are on their way back."""
+        stored = self.stored_tables
+        if stored is None:
+            return nullcontext()
+        return stored.step(self.reads, self.samples, self.following_samples, self.state.table_updates)
 
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""

@@ -26,7 +26,7 @@ from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
 from pretrain.state import RunState
-from pretrain.train.callback import Callback
+from pretrain.train.callback import Callback, Callbacks
 from pretrain.train.callbacks import default_callbacks, health_callbacks
 from pretrain.train.health.slow_ranks import SlowRanks
 from pretrain.train.loop import train
@@ -147,7 +147,8 @@ def standing_in(outputs: Outputs, step: int) -> Any:
 def windows(outputs: Outputs) -> tuple[list[int], list[int]]:
     """Steps of six that end a window, and those at which a rank of three times the others' time is named."""
     listener, measured = Listener(), []
-    slow = SlowRanks([listener], measure=lambda device: 1.0)
+    slow = SlowRanks(measure=lambda device: 1.0)
+    Callbacks([slow, listener])
     ranks = MagicMock()
     ranks.all_gather_into_tensor = lambda out, mine: out.copy_(torch.tensor([1.0, 3.0, 1.0]))
     with patch.object(slow_ranks, "dist", ranks):
@@ -187,10 +188,9 @@ def _(base: Outputs, second: Outputs) -> None:
         with patch.object(
             replicas, "differing_replicas", lambda run, compared=compared: compared.append(run.state.step)
         ):
-            callbacks = health_callbacks(standing_in(outputs, 0), []).before_saves
+            found = health_callbacks(standing_in(outputs, 0))
+            comparing = Callbacks(each for each in found if isinstance(each, replicas.Replicas))
             for step in range(1, 7):
-                for callback in callbacks:
-                    callback.on_step(standing_in(outputs, step), {})
-            for callback in callbacks:
-                callback.on_end(standing_in(outputs, 6))
+                comparing.on_step(standing_in(outputs, step), {})
+            comparing.on_end(standing_in(outputs, 6))
         assert compared == expected

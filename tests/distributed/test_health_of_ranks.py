@@ -22,7 +22,7 @@ from pretrain.engine.nonfinite import NonFinite, named_globally
 from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Callbacks, Row
 from pretrain.train.health.replicas import Replicas, differing_replicas, in_words
 from pretrain.train.health.slow_ranks import SlowRanks, probe_s
 from pretrain.train.loop import take_step
@@ -147,7 +147,8 @@ def compare(tiny: TinyRun, seen: Seen, folder: Path, rank: int) -> None:
     name, of_rank, _ = FLIPPED["of a norm"]
     tensor = tensor_of(tiny, name, False)
     assert tensor is not None
-    replicas = Replicas([listener])
+    replicas = Replicas()
+    Callbacks([replicas, listener])
     replicas.on_step(run, {})
     assert run.state.step == 3
     with flipped(tensor) if rank == of_rank else patch.object(run, "saver", run.saver):
@@ -165,7 +166,8 @@ def name_slow_ranks(tiny: TinyRun, seen: Seen, rank: int) -> None:
     windows = iter([1.0, 3.0, 3.0, 3.0, 1.0])
     listener = Listener()
     measure: Callable[[Any], float] = lambda device: next(windows) if rank == 2 else 1.0 + 0.1 * rank  # noqa: E731
-    slow = SlowRanks([listener], measure)
+    slow = SlowRanks(measure)
+    Callbacks([slow, listener])
     for step in range(4, 14):
         tiny.run.state = replace(tiny.run.state, step=step)
         row: Row = {}

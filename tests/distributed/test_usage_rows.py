@@ -11,8 +11,10 @@ from tiny_runs import MEMORY, SHARED, tiny_run
 
 from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.run.folder import RunFolder
-from pretrain.train.callbacks import MemoryUsage, MetricsFile, default_callbacks
+from pretrain.train.callback import Callbacks
+from pretrain.train.callbacks import MemoryUsage, default_callbacks
 from pretrain.train.loop import take_step
+from pretrain.train.trackers import MetricsFile
 
 FIGURES = {"coverage", "even_coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
 
@@ -21,13 +23,11 @@ def rows_of(config: RunConfig, folder: Path, num_steps: int) -> list[dict[str, A
     """Train with the callbacks that measure and write, as the loop does."""
     with tiny_run(config) as built:
         run = replace(built.run, folder=RunFolder(folder))
-        callbacks = [c for c in default_callbacks(run) if isinstance(c, MemoryUsage | MetricsFile)]
-        for callback in callbacks:
-            callback.on_start(run)
+        measuring = Callbacks(c for c in default_callbacks(run) if isinstance(c, MemoryUsage | MetricsFile))
+        measuring.on_start(run)
         for _ in range(num_steps):
             _, row = take_step(run, built.batches)
-            for callback in callbacks:
-                callback.on_step(run, row)
+            measuring.on_step(run, row)
     return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
 
 

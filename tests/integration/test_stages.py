@@ -22,7 +22,7 @@ import pretrain.train.callbacks
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.run.owner import Owner
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
 
@@ -97,8 +97,10 @@ def straight(staged_file: Path, tmp_path_factory: pytest.TempPathFactory, megame
 
 class EndOfRank(Callback):
     """Sends this rank a signal: within a step, after it, when the stage opens in which the run takes it, or when that has
-    ended with it.
+    ended with it. Before all other callbacks.
     """
+
+    priority = Priority.WATCH
 
     def __init__(self, step: int, moment: str, number: int) -> None:
         self._step, self._moment, self._number = step, moment, number
@@ -127,7 +129,7 @@ class EndOfRank(Callback):
 
 
 def with_callback(callback: Callback, rank: int) -> None:
-    """Add a callback to those of all runs that this process and its forks train, on one rank, before the others."""
+    """Add a callback to those of all runs that this process and its forks train, on one rank."""
 
     def more(run: Run, owner: Owner | None = None) -> list[Callback]:
         return [*([callback] if run.groups.rank == rank else []), *default_callbacks(run, owner)]

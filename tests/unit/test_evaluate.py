@@ -17,7 +17,7 @@ import pretrain.evaluation.evaluate as evaluate_module
 from pretrain.data.held_out import Domain
 from pretrain.engine.step import LossSum, evaluation_loss
 from pretrain.evaluation.evaluate import Evaluation, evaluate
-from pretrain.train.callbacks import evaluation_row, scalars
+from pretrain.train.trackers import evaluation_row, scalars
 
 LENGTH = 4
 

@@ -14,7 +14,7 @@ from pretrain.config.loader import to_yaml
 from pretrain.config.schema import LoggingConfig, RunConfig, TrainConfig
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
-from pretrain.train.callback import Callback
+from pretrain.train.callback import Callback, Callbacks
 from pretrain.train.callbacks import MemoryWatch
 from pretrain.train.health.memories import MemoryFault, course, findings, in_words
 from tools.cli import main
@@ -88,7 +88,8 @@ def test_a_run_tells_of_each_memory_once_and_of_observed_steps_alone() -> None:
     config = RunConfig(logging=LoggingConfig(memory_every_steps=2))
     config = RunConfig(**{**vars(config), "model": SimpleNamespace(memory=UltraMemV2Config())})
     listener = Listener()
-    watch = MemoryWatch([listener])
+    watch = MemoryWatch()
+    Callbacks([watch, listener])
     run: Any = SimpleNamespace(config=config, state=SimpleNamespace(step=0))
     for step in range(1, 25):
         run.state.step = step

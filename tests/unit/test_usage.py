@@ -11,7 +11,7 @@ from torch import Tensor
 from megamem.memory_config import ObservedQuantities
 from megamem.placement.sharing import LayerView
 from megamem.usage import LayerUsage, UsageCollector, block_number
-from pretrain.train.callbacks import scalars
+from pretrain.train.trackers import scalars
 
 WINDOW = LayerView(bank=0, first_row=90, num_rows=64, num_bank_rows=100)
 

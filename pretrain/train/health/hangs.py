@@ -8,7 +8,7 @@ from parallel.processes.hang_watch import GRACE_S, HangWatch
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.schema import RunConfig
 from pretrain.run.history import Incident
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.run import Run
 
 
@@ -19,11 +19,13 @@ def hang_limit_s(config: RunConfig) -> float:
 
 
 class Hangs(Callback):
-    """Watch over what is no plain step: the first one, and all that comes between two steps. First of the callbacks.
+    """Watch over what is no plain step: the first one, and all that comes between two steps.
 
     Every rank has its own watch. It remembers whether there is a checkpoint to go on from, and does not look it up: the
     disk may be what hangs.
     """
+
+    priority = Priority.WATCH
 
     def __init__(self, run: Run) -> None:
         self._step_s = hang_limit_s(run.config)
@@ -67,7 +69,9 @@ class Hangs(Callback):
 
 
 class NextStep(Callback):
-    """Tell the watch when a plain step begins. Last of the callbacks."""
+    """Tell the watch when a plain step begins."""
+
+    priority = Priority.RELEASE
 
     def __init__(self, hangs: Hangs) -> None:
         self._hangs = hangs

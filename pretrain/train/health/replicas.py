@@ -19,7 +19,7 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.nonfinite import named_globally
 from pretrain.errors import UserError
 from pretrain.run.history import Incident, now
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.run import Run
 
 PART_ELEMENTS = 1 << 22
@@ -139,10 +139,11 @@ def in_words(found: tuple[ReplicaDifference, ...]) -> str:
 
 
 class Replicas(Callback):
-    """Compare replicas every so many steps, and before every checkpoint; before the callback that saves. All ranks."""
+    """Compare replicas every so many steps, and before every checkpoint. All ranks."""
 
-    def __init__(self, listeners: list[Callback]) -> None:
-        self._listeners = listeners
+    priority = Priority.COMPARE
+
+    def __init__(self) -> None:
         self._compared: int | None = None
 
     def on_step(self, run: Run, row: Row) -> None:
@@ -165,8 +166,7 @@ class Replicas(Callback):
         # All ranks are here.
         run.saver.finish()
         message = f"replicas differ after step {run.state.step}: {in_words(found)}"
-        for listener in self._listeners:
-            listener.on_incident(run, Incident(run.state.step, "replicas", message, now()))
+        self.callbacks.on_incident(run, Incident(run.state.step, "replicas", message, now()))
         raise UserError(
             f"{message}. Hardware that computes or sends wrongly is likely: take that machine out, and start the run "
             f"again from its newest checkpoint, which is from before it was found (the replicas of every checkpoint in "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.run.history import Incident, now
-from pretrain.train.callback import Callback, Row
+from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.run import Run
 
 _REPETITIONS = 5
@@ -55,8 +55,10 @@ class SlowRanks(Callback):
     `slowest_rank_times`).
     """
 
-    def __init__(self, listeners: list[Callback], measure: Measure = probe_s) -> None:
-        self._listeners, self._measure = listeners, measure
+    priority = Priority.JUDGE
+
+    def __init__(self, measure: Measure = probe_s) -> None:
+        self._measure = measure
         self._windows: dict[int, int] = {}
 
     def on_step(self, run: Run, row: Row) -> None:
@@ -84,5 +86,4 @@ class SlowRanks(Callback):
                 f"({times[rank]:.3g} s and {usual:.3g} s), for {self._windows[rank]} windows in a row"
                 for rank in named
             )
-            for listener in self._listeners:
-                listener.on_incident(run, Incident(run.state.step, "slow rank", message, now()))
+            self.callbacks.on_incident(run, Incident(run.state.step, "slow rank", message, now()))

@@ -16,8 +16,9 @@ from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.state import RunState
 from pretrain.train.callback import Callback
-from pretrain.train.callbacks import MetricsFile, default_callbacks
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
+from pretrain.train.trackers import MetricsFile
 from tests.unit.loop.world import CONFIG, spaced
 
 
@@ -210,6 +211,6 @@ def test_a_run_that_diverges_finishes_the_save_in_flight_and_one_that_fails_aban
 )
 def test_a_run_does_what_its_configuration_asks_for(make: Any, config: RunConfig, is_main: bool, kinds: str) -> None:
     """Counters of what is never observed would take memory."""
-    assert [
-        type(callback).__name__ for callback in default_callbacks(make(config, is_main=is_main).run)
-    ] == kinds.split()
+    callbacks = default_callbacks(make(config, is_main=is_main).run)
+    # In the order in which hooks go through them.
+    assert [type(callback).__name__ for callback in sorted(callbacks, key=lambda each: each.priority)] == kinds.split()

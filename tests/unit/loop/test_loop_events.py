@@ -14,7 +14,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import End, Incident, Start, read_history
 from pretrain.state import RunState
-from pretrain.train.callbacks import MetricsFile, TensorBoard, default_callbacks
+from pretrain.train.callbacks import default_callbacks
+from pretrain.train.trackers import MetricsFile, TensorBoard
 from tests.unit.loop.world import VALUE_RATES, WORLD_SIZE, spaced
 
 
@@ -215,8 +216,6 @@ def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
         callbacks[name] for name in ("MemoryUsage", "MetricsFile", "Evaluations", "Checkpoints")
     )
     assert isinstance(file, MetricsFile)
-    evaluations._listeners = [tracker]  # type: ignore[attr-defined]
-    checkpoints._listeners = []  # type: ignore[attr-defined]
     loop.train(world.run, [measuring, file, tracker, evaluations, checkpoints])
     steps_of = {name: [step for found, _, step in tracked if found == name] for name, _, _ in tracked}
     assert steps_of["loss"] == [row["step"] for row in world.rows if "loss" in row] == [5, 7, 10, 12]
