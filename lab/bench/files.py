@@ -14,7 +14,7 @@ from lab.bench.synthetic_run import SyntheticRun
 from lab.pages import wrapped
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.session import session
 from pretrain.engine.tables.stored_tables import Waits
 from pretrain.planning.costs.formulas import count_parameters

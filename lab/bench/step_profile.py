@@ -34,7 +34,7 @@ from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups, barrier
 from pretrain.config.schema import RunConfig
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.session import relaid
 from pretrain.planning.costs.step import Part

@@ -13,8 +13,9 @@ from parallel.groups import ParallelGroups, barrier
 from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
-from pretrain.engine.build import build_chunks, unwrap, wrap_chunks
+from pretrain.engine.build import build_chunks, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.microbatch_graph import microbatch_graph
 from pretrain.engine.step import train_step
 from pretrain.engine.tables.step_reads import StepReads

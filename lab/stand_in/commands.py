@@ -30,7 +30,8 @@ from pretrain.checkpoint.store.tensors import pieces
 from pretrain.checkpoint.write_plan import ITEM_BYTES, data_of, held_shards, with_storage_of_its_own
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.loader import on_device
-from pretrain.engine.build import Chunk, build_unset_chunks, unwrap
+from pretrain.engine.build import build_unset_chunks
+from pretrain.engine.chunks import Chunk, unwrap
 from pretrain.engine.step import evaluation_loss
 from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling

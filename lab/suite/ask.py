@@ -16,7 +16,7 @@ from torch import Tensor
 from lab.suite.plan import Question, SuitePlan
 from lab.suite.texts import Text, Writer
 from parallel.groups import ParallelGroups
-from pretrain.engine.build import Chunk, unwrap
+from pretrain.engine.chunks import Chunk, unwrap
 from pretrain.engine.step import Batch, forward_passes, read_microbatch, world_sums
 from pretrain.evaluation.evaluate import passes_over
 from pretrain.progress import Progress

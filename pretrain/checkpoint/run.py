@@ -25,7 +25,7 @@ from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MUON, ROW_WISE, STATE_PREFIX
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
 from pretrain.errors import CheckpointError

@@ -10,7 +10,7 @@ from torch import Tensor
 from megamem.backbone.moe import ROUTER_LOSS_NAMES
 from megamem.losses import LOSS_NAMES
 from megamem.usage import block_number
-from pretrain.engine.build import Chunk, unwrap
+from pretrain.engine.chunks import Chunk, unwrap
 
 
 def _columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:

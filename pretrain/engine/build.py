@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -51,9 +51,6 @@ from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 
 T = TypeVar("T")
-
-Chunk: TypeAlias = nn.Module
-"""A model chunk, bare or under DDP."""
 
 
 def build_chunks(
@@ -213,14 +210,6 @@ def _split_dim(module: nn.Module) -> int | None:
     if isinstance(module, RowParallelLinear):
         return 1
     return 0 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) else None
-
-
-def unwrap(chunk: Chunk) -> MemoryGPTModel:
-    """The bare model chunk under DDP and precision wrappers."""
-    module: Any = chunk
-    while not isinstance(module, MemoryGPTModel):
-        module = module.module
-    return module
 
 
 def _weakly(method: Callable[[], T]) -> Callable[[], T]:

@@ -32,7 +32,7 @@ from pretrain.config.updates import (
     matrix_update,
     table_update,
 )
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.megatron import optimizer_config, parameter_dtype
 from pretrain.engine.muon import Muon, Team
 from pretrain.engine.optimizer import MemoryDistributedOptimizer, MemoryOptimizer

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.errors import ConfigError
 
 Work: TypeAlias = Callable[[], tuple[Tensor, Tensor]]

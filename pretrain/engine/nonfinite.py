@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.tables.row_gradients import row_gradient_of
 
 NAMES_PER_RANK = 3

@@ -23,7 +23,7 @@ from megamem.model import MemoryGPTModel
 from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums
-from pretrain.engine.build import Chunk, unwrap
+from pretrain.engine.chunks import Chunk, unwrap
 from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.microbatch_graph import MicrobatchGraph
 from pretrain.engine.nonfinite import NonFinite, find_non_finite

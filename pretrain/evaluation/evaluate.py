@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from parallel.groups import ParallelGroups
 from pretrain.data.held_out import Domain, HeldOutDataset
 from pretrain.data.loader import Sample, SampleSource, held_out_microbatches, on_device
-from pretrain.engine.build import Chunk
+from pretrain.engine.chunks import Chunk
 from pretrain.engine.step import LossSum, evaluation_loss
 from pretrain.progress import Progress
 

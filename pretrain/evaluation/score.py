@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parallel.groups import ParallelGroups
 from pretrain.data.one_text import TextWindows
-from pretrain.engine.build import Chunk
+from pretrain.engine.chunks import Chunk
 from pretrain.evaluation.evaluate import summed_losses
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from megamem.placement.block_plan import paired_in_attention
 from megamem.usage import UsageCollector
 from pretrain.checkpoint.saver import SaveReport
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate
 from pretrain.progress import Progress
 from pretrain.run.history import End, Incident, Start, now, write_event

@@ -28,8 +28,9 @@ from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.engine.build import build_chunks, build_unset_chunks, unwrap, wrap_chunks
+from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.tables.step_reads import StepReads

@@ -33,7 +33,7 @@ from pretrain.checkpoint.newest import damaged_files
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.errors import CheckpointError, DataError, UserError
 from pretrain.run.folder import RunFolder
 from pretrain.train.callbacks import default_callbacks

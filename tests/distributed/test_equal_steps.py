@@ -125,7 +125,7 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
     """The first steps of a run, in the world that is already joined."""
     from parallel.groups import initialise_groups
     from parallel.machine.cpu import cuda_on_cpu
-    from pretrain.engine.build import unwrap
+    from pretrain.engine.chunks import unwrap
     from pretrain.engine.megatron import parallel_sizes
     from pretrain.run.folder import RunFolder
     from pretrain.train.loop import take_step

@@ -32,7 +32,8 @@ from megamem.token_tables.config import VALUES
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.engine.build import build_chunks, unwrap
+from pretrain.engine.build import build_chunks
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.step import evaluation_loss
 from pretrain.planning.costs.formulas import count_parameters
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate

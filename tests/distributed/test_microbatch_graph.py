@@ -21,7 +21,7 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.microbatch_graph import Capture, MicrobatchGraph, Work
 from tests.distributed.conftest import RunRanks
 

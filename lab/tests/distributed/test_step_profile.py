@@ -25,7 +25,7 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.config.schema import RunConfig
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.planning.costs.step import Part, part_costs
 
 NUM_STEPS = 2

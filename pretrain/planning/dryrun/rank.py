@@ -28,8 +28,9 @@ from parallel.groups import ParallelGroups
 from pretrain.config.apex import without_apex
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import on_device
-from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
+from pretrain.engine.build import build_unset_chunks, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.step import Batch, train_step

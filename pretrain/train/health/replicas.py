@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.engine.build import unwrap
+from pretrain.engine.chunks import unwrap
 from pretrain.engine.nonfinite import named_globally
 from pretrain.errors import UserError
 from pretrain.run.history import Incident, now
