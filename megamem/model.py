@@ -117,17 +117,7 @@ class MemoryGPTModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = has_embedding, has_loss, vp_stage
         self.share_embeddings_and_output_weights = model.tied_embeddings
         self._received: Tensor | None = None
-        if has_embedding:
-            self.embedding = LanguageModelEmbedding(
-                config=config,
-                vocab_size=padded_vocab_size,
-                # Asked for by learned positions alone.
-                max_sequence_length=0,
-                position_embedding_type="none",
-                tp_group=groups.tp,
-            )
-        if model.rotary_width:
-            self.rotary_pos_emb = _rotary(config, model, groups)
+        self._make_embedding(config, padded_vocab_size)
         self._gives_turns = parts.rotated_heads is not None
         self.decoder = BlockStack(
             config,
@@ -140,33 +130,12 @@ class MemoryGPTModel(LanguageModule):
             is_first=has_embedding,
             is_last=has_loss,
         )
-        if has_loss:
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                padded_vocab_size,
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                gather_output=False,
-                skip_weight_param_allocation=has_embedding and model.tied_embeddings,
-                tp_group=groups.tp,
-            )
-        if has_embedding or has_loss:
-            self.setup_embeddings_and_output_layer()
-        for module in self.modules():
-            if hasattr(module, "finish_init"):
-                # Transformer Engine's, of recipes for narrower numbers.
-                module.finish_init(None)
+        self._make_output(config, padded_vocab_size)
         self.layers = layers
         # Asked for at every microbatch, and a walk over all modules costs the host a microsecond for each.
         self._memory_sites = _sites_of(self.decoder)
         self.memory_layers: list[MemoryLayer] = [site.memory for site in self._memory_sites]
-        first_address = 0
-        for layers_of_family in by_family(self.memory_layers):
-            for place, layer in enumerate(layers_of_family):
-                layer.place, layer.first_address = place, first_address
-            first_address += layers_of_family[0].memory.num_addresses(len(layers_of_family))
-        self._joint_address = next((x.first_address for x in self.memory_layers if x.memory.reads_once), 0)
+        self._joint_address = _give_addresses(self.memory_layers)
         self._memory_reads_tokens = any(layer.memory.reads_tokens for layer in self.memory_layers)
         self.separate_documents = separate_documents
         self.reads_tokens = has_embedding or has_loss or self._memory_reads_tokens or separate_documents
@@ -188,6 +157,41 @@ class MemoryGPTModel(LanguageModule):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.normalise = machinery.kernels.rms_norm
+
+    def _make_embedding(self, config: TransformerConfig, padded_vocab_size: int) -> None:
+        """Give the first chunk its embedding, and each the frequencies of rotary positions."""
+        groups = self._machinery.groups
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=padded_vocab_size,
+                # Asked for by learned positions alone.
+                max_sequence_length=0,
+                position_embedding_type="none",
+                tp_group=groups.tp,
+            )
+        if self.model_config.rotary_width:
+            self.rotary_pos_emb = _rotary(config, self.model_config, groups)
+
+    def _make_output(self, config: TransformerConfig, padded_vocab_size: int) -> None:
+        """Give the last chunk its output projection, and have Megatron tie or count what both ends hold."""
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                padded_vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.model_config.tied_embeddings,
+                tp_group=self._machinery.groups.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        for module in self.modules():
+            if hasattr(module, "finish_init"):
+                # Transformer Engine's, of recipes for narrower numbers.
+                module.finish_init(None)
 
     def _make_losses(self, chunk_tokens: int | None, parts: Parts) -> None:
         """Give the last chunk its loss in chunks, and the branch that predicts further tokens, where asked for."""
@@ -433,6 +437,20 @@ def _sites_of(decoder: BlockStack) -> list[MemorySite]:
         of_block = [module for module in block.modules() if isinstance(module, MemorySite)]
         found += sorted(of_block, key=lambda site: not site.is_at_entry)
     return found
+
+
+def _give_addresses(layers: Sequence[MemoryLayer]) -> int:
+    """Say to memory layers their places among those of their family, and where their addresses begin among all of a chunk.
+
+    Returns:
+        Beginning of the addresses that a chunk's layers read together.
+    """
+    first_address = 0
+    for of_family in by_family(layers):
+        for place, layer in enumerate(of_family):
+            layer.place, layer.first_address = place, first_address
+        first_address += of_family[0].memory.num_addresses(len(of_family))
+    return next((layer.first_address for layer in layers if layer.memory.reads_once), 0)
 
 
 def _rotary(config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection) -> RotaryEmbedding:
