@@ -229,7 +229,7 @@ def how_it_ended(
         how = "`megamem cancel`" if jobs.cancelled.exists() else "scancel, or as Slurm cancels jobs"
         return Ended(attempt, Cause.CANCELLED, saved, (), f"by {how}")
     if bad:
-        return Ended(attempt, Cause.BAD_NODES, saved, tuple(sorted(bad)), _in_words(bad))
+        return Ended(attempt, Cause.BAD_NODES, saved, tuple(sorted(bad)), _describe_bad(bad))
     if (node := failed_node(folder)) is not None:
         return Ended(attempt, Cause.LOST if exit_code is None else Cause.CRASHED, saved, (), f"node {node} failed")
     recorded, found = folder.first_failure(), first_failure(folder)
@@ -259,7 +259,7 @@ def _unless_bad(cause: Cause) -> Cause:
     return Cause.CRASHED if cause is Cause.BAD_NODES else cause
 
 
-def _in_words(bad: Mapping[str, str]) -> str:
+def _describe_bad(bad: Mapping[str, str]) -> str:
     return "; ".join(f"{node}: {problem}" for node, problem in sorted(bad.items()))
 
 

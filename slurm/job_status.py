@@ -73,9 +73,9 @@ class _Link:
         return self.jobs.log_of(self.jobs.job_ids()[-1]).exists()
 
     def __str__(self) -> str:
-        return f"job {self.jobs.job_ids()[-1]}{_of_stage(self.jobs)} {self._state_in_words()}".rstrip()
+        return f"job {self.jobs.job_ids()[-1]}{_of_stage(self.jobs)} {self._described_state()}".rstrip()
 
-    def _state_in_words(self) -> str:
+    def _described_state(self) -> str:
         if not self.answered:
             return "(Slurm does not answer)" if is_there() else ""
         if self.state is None:

@@ -22,7 +22,7 @@ from pretrain.run.trained_data import tokenizer_of
 from tools.common.given_text import text_in
 from tools.common.pace import Pace
 from tools.common.ranks import add_nproc, run_on_ranks, started_world_size
-from tools.common.words import size_in_words
+from tools.common.words import describe_size
 from tools.tables import form_of, token_tables
 
 if TYPE_CHECKING:
@@ -226,15 +226,15 @@ def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, req
                     write(text)
             write("\n")
         if groups.is_main and pace.spent:
-            print(f"{pace.in_words()}; {_kept_in_words(config, request)}", file=sys.stderr)
+            print(f"{pace.description()}; {_described_cache(config, request)}", file=sys.stderr)
 
 
-def _kept_in_words(config: RunConfig, request: Request) -> str:
+def _described_cache(config: RunConfig, request: Request) -> str:
     model, element = config.model, config.train.element_bytes
-    expanded = f"expanded values {size_in_words(expanded_bytes(model, element))}; " if request.expanded else ""
+    expanded = f"expanded values {describe_size(expanded_bytes(model, element))}; " if request.expanded else ""
     if not request.cached:
         return f"{expanded}no cache"
-    return f"{expanded}cache {size_in_words(cached_bytes_per_token(model, element))} per token"
+    return f"{expanded}cache {describe_size(cached_bytes_per_token(model, element))} per token"
 
 
 def _write(text: str) -> None:

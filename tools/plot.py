@@ -12,7 +12,7 @@ from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.not_a_run import refuse_configuration
-from pretrain.train.health.memories import in_words
+from pretrain.train.health.memories import describe_faults
 from tools.common.drawing import draw_collapse, draw_losses, draw_usage, token_axes
 from tools.common.metrics import Curves, Point, curves, read_metrics
 
@@ -77,7 +77,7 @@ def run_plot(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output is {output}, which cannot be written: {error}") from error
     print(f"picture: {output}", flush=True)
     for name, run in runs.items():
-        for sentence in in_words(run.dropped_out).values():
+        for sentence in describe_faults(run.dropped_out).values():
             print(f"{name}: {sentence}", flush=True)
     return 0
 

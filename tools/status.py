@@ -13,13 +13,13 @@ from typing import Any, BinaryIO, TypeVar
 
 import yaml
 
-from parallel.machine.refusals import in_words as error_in_words
+from parallel.machine.refusals import describe_error
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from pretrain.run.rows import note_bad_row, parse_row
-from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
+from pretrain.train.health.memories import NUM_OBSERVED, describe_faults, figures_by_block, find_faults
 from slurm.job_status import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
 from tools.common.parsers import add_command
@@ -121,7 +121,7 @@ def _of_each(paths: Sequence[Path], look: Callable[[Path], _Found], problems: li
         try:
             found.append(look(path))
         except (ConfigError, OSError) as error:
-            problems.append(error_in_words(error))
+            problems.append(describe_error(error))
     return found
 
 
@@ -189,7 +189,7 @@ def line_of(path: Path) -> StatusLine:
 
 def _dropped_out(metrics: Path) -> tuple[str, ...]:
     observed = reversed(newest_rows(metrics, "output_std", NUM_OBSERVED))
-    return tuple(in_words(findings(course(row["memory"] for row in observed))).values())
+    return tuple(describe_faults(find_faults(figures_by_block(row["memory"] for row in observed))).values())
 
 
 def _configured(folder: RunFolder) -> tuple[str, int | None]:

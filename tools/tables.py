@@ -12,14 +12,14 @@ from typing import Any
 
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
-from parallel.machine.refusals import check_can_write, in_words
+from parallel.machine.refusals import check_can_write, describe_error
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, saved_config
 from tools.common.parsers import add_command
 from tools.common.vocabulary import with_vocabulary_of
-from tools.common.words import size_in_words
+from tools.common.words import describe_size
 
 _EPILOG = """\
 examples:
@@ -66,9 +66,9 @@ def run_tables(args: argparse.Namespace) -> int:
     try:
         num_bytes = write_tables(saved.path, config, memory, form, args.output)
     except OSError as error:
-        raise CheckpointError(f"{args.output} was not made: {in_words(error)}") from error
+        raise CheckpointError(f"{args.output} was not made: {describe_error(error)}") from error
     full = bytes_of(parse_form("full"), config, memory)
-    print(f"{args.output}: {size_in_words(num_bytes)}, {num_bytes / full:.3f} of the {size_in_words(full)} as they are")
+    print(f"{args.output}: {describe_size(num_bytes)}, {num_bytes / full:.3f} of the {describe_size(full)} as they are")
     return 0
 
 
@@ -164,7 +164,7 @@ def _comparison(checkpoint: Path, found: Mapping[str, Mapping[str, Any]]) -> str
         more = row["validation_loss"] - first["validation_loss"]
         change = f"{math.expm1(more):+.2%}" if abs(more) < 700 else "inf"
         lines.append(
-            f"  {word:<24}{size_in_words(row['table_bytes']):>12}{row['validation_loss']:>10.4f}{more:>+12.4f}"
+            f"  {word:<24}{describe_size(row['table_bytes']):>12}{row['validation_loss']:>10.4f}{more:>+12.4f}"
             f"{change:>12}{row['bits_per_byte']:>15.4f}"
         )
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from pretrain.run.preflight import check_stages
 from pretrain.run.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.run.stop import StopRequest
 from pretrain.run.trained_stages import refuse_edited_past
-from pretrain.train.health.memories import in_words
+from pretrain.train.health.memories import describe_faults
 from tools.common.metrics import curves, read_metrics
 from tools.common.parsers import add_config, add_stage
 from tools.common.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
@@ -251,7 +251,7 @@ def _closing(run: Run) -> str:
             f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte "
             f"on {last['validation_bytes']:,} held-out bytes\n"
         )
-    for sentence in in_words(curves(rows).dropped_out).values():
+    for sentence in describe_faults(curves(rows).dropped_out).values():
         result += f"note: at the end {sentence}\n"
     path, stage = run.folder.path, run.config.stage
     named = shlex.quote(str(path))

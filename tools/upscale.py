@@ -19,7 +19,7 @@ from pretrain.growth.placement import PLACEMENTS
 from pretrain.growth.plan import METHODS, GrownBlock, Method, grown_blocks
 from tools.checkpoint.command import add_workers, opened, size_in_bytes
 from tools.common.parsers import add_command, positive
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 
 if TYPE_CHECKING:
     from pretrain.growth.upscale import Grown
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         f"{plural(before.num_layers, 'block')} + {args.blocks}: new ones are {', '.join(map(str, grown.inserted))}, "
         f"counted from 0\n"
         f"{num_before:,} parameters + {num_after - num_before:,}\n"
-        f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {size_in_words(made.num_bytes)}, "
+        f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {describe_size(made.num_bytes)}, "
         f"{time.monotonic() - started_s:.1f} s\n"
         f"written: {made.path}\n"
         f"to train {'all of it' if args.insert in _TRAINS_ALL else 'the new blocks alone'}: megamem train {training} --from {args.output} --run-dir DIR"

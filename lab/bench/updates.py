@@ -85,12 +85,12 @@ def bench_updates_rank(
             done.append(measure_size(ways, groups, rounds, steps))
             for name, case in done[-1].items():
                 print(
-                    f"{case.num_table_parameters / 1e6:,.1f}M table parameters, {name}: {_in_words(case)}", flush=True
+                    f"{case.num_table_parameters / 1e6:,.1f}M table parameters, {name}: {_describe(case)}", flush=True
                 )
             if page is not None:
                 page.write(report(config, done, rounds, steps, page.plot.name, command), svg(plot(done)))
     print(
-        f"\n{tables(done)}\n\n{bytes_in_words(done[-1])}"
+        f"\n{tables(done)}\n\n{describe_bytes(done[-1])}"
         + (f"\n\nreport: {page.path}\nplot: {page.plot}" if page else ""),
         flush=True,
     )
@@ -135,7 +135,7 @@ def _measure(configs: Mapping[str, RunConfig], groups: ParallelGroups, rounds: i
     return {name: Measured(speeds[name], peaks[name]) for name in configs}
 
 
-def _in_words(case: Case) -> str:
+def _describe(case: Case) -> str:
     if case.measured is None:
         return f"no room for {case.planned.total / 1e9:.1f} GB"
     speeds = case.measured.tokens_per_s
@@ -167,7 +167,7 @@ def _cells(cases: Mapping[str, Case]) -> list[str]:
     return [f"{size / 1e6:,.1f}M", *speeds, *memory]
 
 
-def bytes_in_words(cases: Mapping[str, Case]) -> str:
+def describe_bytes(cases: Mapping[str, Case]) -> str:
     """A sentence on what a table's parameter takes in each way."""
     each = ", ".join(f"{name} {case.table_bytes:.2f}" for name, case in cases.items())
     (size,) = {case.num_table_parameters for case in cases.values()}
@@ -186,7 +186,7 @@ was no room.
 
 {tables(done)}
 
-{bytes_in_words(done[-1])}
+{describe_bytes(done[-1])}
 
 ![Speed and memory against table parameters]({plot_name})
 

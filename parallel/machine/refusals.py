@@ -107,7 +107,7 @@ def refusal(error: BaseException) -> Refusal | None:
     return Refusal(f"{_shortened(thing)} {what} ({reason}): {fix}{notes}", kind.exit_code)
 
 
-def in_words(error: BaseException, thing: object = None) -> str:
+def describe_error(error: BaseException, thing: object = None) -> str:
     """An error in a line: see `refusal`; of another one its own text. `thing` is what it is about, where it names none."""
     if thing is not None and isinstance(error, OSError) and error.filename is None:
         error.filename = str(thing)

@@ -16,7 +16,7 @@ from enum import IntEnum
 
 from torch.distributed import DistError
 
-from parallel.machine.refusals import in_words, refusal
+from parallel.machine.refusals import describe_error, refusal
 from parallel.processes.peer_errors import says_peer_is_gone
 
 _SIGNAL_HINTS: dict[int, str] = {
@@ -71,7 +71,7 @@ class RankFailure:
             exit_code, is_user_error = refused.exit_code, True
         kind = FailureKind.PEER if is_peer_error(error) else FailureKind.ERROR
         type_name = type(error).__name__
-        message = in_words(error)
+        message = describe_error(error)
         return cls(
             rank=rank,
             kind=FailureKind.STOPPED if exit_code == os.EX_TEMPFAIL else kind,

@@ -7,7 +7,7 @@
 
 A synchronous save is these three back to back, and writes the live tensors. An asynchronous one stages copies in host
 memory and returns; the ranks go on training. The number of ranks that have written is part of an all-reduce that every
-step has anyway (`SaveVotes`), so all ranks take the next phase after the same step and none waits for another; rank 0
+step has anyway (`SaveProgress`), so all ranks take the next phase after the same step and none waits for another; rank 0
 finalises in a thread. At most one save is in flight.
 """
 
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.machine.refusals import in_words
+from parallel.machine.refusals import describe_error
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
 from pretrain.checkpoint.index import INDEX_FILE
@@ -36,7 +36,7 @@ from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.write_plan import data_of, held_shards, plan_writes
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.engine.votes import NO_VOTES, SaveVotes
+from pretrain.engine.save_progress import NO_SAVE, SaveProgress
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -107,7 +107,7 @@ class Saver:
         self._staging = StagingBuffer()
         self._save: _Save | None = None
         # Ranks that are done, and that have failed, by the latest step.
-        self._heard = (0, 0)
+        self._of_ranks = (0, 0)
 
     def start(self, config: RunConfig, state: RunState, entries: Any, folder: Path) -> None:
         """Begin to save; with `checkpoint.asynchronous` the rest goes on beside training. Collective.
@@ -143,29 +143,29 @@ class Saver:
             self._save.stall_s = time.perf_counter() - started_s
 
     @property
-    def votes(self) -> SaveVotes:
-        """This rank's votes, which the next step sums over the ranks."""
+    def progress(self) -> SaveProgress:
+        """This rank's part of a save in flight, which the next step adds up over the ranks."""
         save = self._save
         if save is None:
-            return NO_VOTES
+            return NO_SAVE
         if not save.is_written:
-            return SaveVotes(save.writers.are_done, save.writers.failure is not None)
+            return SaveProgress(save.writers.are_done, save.writers.failure is not None)
         if save.finish is None:
-            return SaveVotes(done=True)
-        return SaveVotes(save.finish.done(), save.finish.done() and save.finish.exception() is not None)
+            return SaveProgress(done=True)
+        return SaveProgress(save.finish.done(), save.finish.done() and save.finish.exception() is not None)
 
-    def hear(self, num_done: int, num_failed: int) -> None:
-        """Take note of the sums of all ranks' votes, as a step has them."""
-        self._heard = (num_done, num_failed)
+    def note_ranks(self, num_done: int, num_failed: int) -> None:
+        """Take note of how many ranks are done with their part, and how many have failed, as a step has added them up."""
+        self._of_ranks = (num_done, num_failed)
 
     def advance(self) -> None:
-        """Take the next phase, if all ranks are ready for it by the votes of the step just taken. Collective if so.
+        """Take the next phase, if all ranks are ready for it, as the step just taken says. Collective if so.
 
         Raises:
             CheckpointError: on all ranks: a rank could not write. Earlier checkpoints are intact.
         """
-        num_done, num_failed = self._heard
-        self._heard = (0, 0)
+        num_done, num_failed = self._of_ranks
+        self._of_ranks = (0, 0)
         save = self._save
         if save is None or not (num_failed or num_done == dist.get_world_size()):
             return
@@ -191,7 +191,7 @@ class Saver:
         if save is None:
             return
         started_s = time.perf_counter()
-        self._heard = (0, 0)
+        self._of_ranks = (0, 0)
         if not save.is_written:
             self._collect(save, background=False)
         self._conclude(save)
@@ -321,7 +321,7 @@ def _agree(path: Path, failure: BaseException | None) -> None:
         # The failure is another rank's, which reports it.
         failure = None
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, None if failure is None else in_words(failure))
+    dist.all_gather_object(of_all, None if failure is None else describe_error(failure))
     failed = {rank: text for rank, text in enumerate(of_all) if text is not None}
     if failure is not None and not isinstance(failure, OSError):
         raise failure

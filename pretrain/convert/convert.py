@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.machine.atomic_write import sync
-from parallel.machine.refusals import in_words
+from parallel.machine.refusals import describe_error
 from pretrain.checkpoint.folder import STATE_FILE
 from pretrain.checkpoint.newest import damaged_files, naming_older_ones, refuse_damage
 from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_files
@@ -96,7 +96,7 @@ def convert(
                 raise CheckpointError(_unequal(destination, found))
     except OSError as error:
         raise CheckpointError(
-            f"{destination} was not made: {in_words(error)}. The same command goes on where it was"
+            f"{destination} was not made: {describe_error(error)}. The same command goes on where it was"
         ) from error
     return Converted(destination, len(tensors), num_bytes, num_kept)
 

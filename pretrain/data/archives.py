@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from parallel.machine.atomic_write import atomic_write
-from parallel.machine.refusals import check_can_write, in_words
+from parallel.machine.refusals import check_can_write, describe_error
 from pretrain.errors import DataError
 
 
@@ -59,7 +59,7 @@ def write_package_texts(package: str, patterns: Sequence[str], output: Path) -> 
                 num_bytes += len(content)
                 stream.write(json.dumps({"file": name, "text": text}, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise DataError(f"the texts of {package} are not written: {in_words(error)}.") from error
+        raise DataError(f"the texts of {package} are not written: {describe_error(error)}.") from error
     return Fetched(len(texts), num_bytes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.machine.atomic_write import atomic_write
-from parallel.machine.refusals import check_can_write, in_words
+from parallel.machine.refusals import check_can_write, describe_error
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -58,5 +58,5 @@ def write_token_map(tokenizer: Tokenizer, output: Path) -> NDArray[np.int32]:
         with atomic_write(output) as stream:
             np.save(stream, mapped)
     except OSError as error:
-        raise DataError(f"the map of token ids is not made: {in_words(error)}.") from error
+        raise DataError(f"the map of token ids is not made: {describe_error(error)}.") from error
     return mapped

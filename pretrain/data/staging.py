@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parallel.machine.atomic_write import sync
-from parallel.machine.refusals import in_words
+from parallel.machine.refusals import describe_error
 from pretrain.errors import DataError
 
 LOCK_FILE = ".lock"
@@ -58,7 +58,7 @@ def staged_folder(output: Path, *, can_go_on: Callable[[Path], bool] = lambda _:
                 raise
     except OSError as error:
         raise DataError(
-            f"{output}: the data set was not made: {in_words(error)}. Nothing that was there before has changed."
+            f"{output}: the data set was not made: {describe_error(error)}. Nothing that was there before has changed."
         ) from error
 
 

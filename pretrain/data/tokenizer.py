@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.machine.atomic_write import atomic_write
-from parallel.machine.refusals import check_can_write, in_words
+from parallel.machine.refusals import check_can_write, describe_error
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.chat_template import ChatTemplate
 from pretrain.data.named_end import named_end
@@ -453,14 +453,14 @@ def train_bpe(
     try:
         check_can_write(output)
     except OSError as error:
-        raise DataError(f"the tokenizer is not made: {in_words(error)}.") from error
+        raise DataError(f"the tokenizer is not made: {describe_error(error)}.") from error
     backend.train_from_iterator(_with_progress(documents, total_bytes), trainer=trainer)
     definition = backend.to_str(pretty=True)
     try:
         with atomic_write(output) as stream:
             stream.write(definition.encode())
     except OSError as error:
-        raise DataError(f"the tokenizer is not made: {in_words(error)}.") from error
+        raise DataError(f"the tokenizer is not made: {describe_error(error)}.") from error
     return HuggingFaceTokenizer(definition, _BPE_END_OF_DOCUMENT, origin=str(output))
 
 

@@ -78,7 +78,7 @@ def _is_finite(gradient: Tensor) -> bool:
     return bool(torch.isfinite(ends).all())
 
 
-def in_words(found: Sequence[NonFinite]) -> str:
+def describe_non_finite(found: Sequence[NonFinite]) -> str:
     """Parameters with gradients that are not finite on the first few ranks, in words."""
     if not found:
         return "the gradients are finite, but the loss is not, or a sum of squares is too large"

@@ -29,7 +29,7 @@ from pretrain.engine.microbatch_graph import MicrobatchGraph
 from pretrain.engine.nonfinite import NonFinite, find_non_finite
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.pipeline_messages import WithoutGradients
-from pretrain.engine.votes import NO_VOTES, SaveVotes
+from pretrain.engine.save_progress import NO_SAVE, SaveProgress
 from pretrain.engine.weight_gathering import wait_for
 
 Batch = dict[str, Tensor]
@@ -111,7 +111,7 @@ def train_step(
     micro_batch_size: int,
     sequence_length: int,
     stop_requested: bool = False,
-    save_votes: SaveVotes = NO_VOTES,
+    save_progress: SaveProgress = NO_SAVE,
     judge: Judge = no_spikes,
     graph: MicrobatchGraph | None = None,
     updates_tables: bool = True,
@@ -128,7 +128,7 @@ def train_step(
         micro_batch_size: b.
         sequence_length: s.
         stop_requested: this rank was told to stop; one rank is enough for all to stop.
-        save_votes: this rank's part of a save in flight, which all will know after the step.
+        save_progress: this rank's part of a save in flight, which all will know after the step.
         judge: decides alike on all ranks.
         graph: graph of a microbatch's passes, in the place of Megatron's schedule.
         updates_tables: tables whose gradients are rows are updated, too, by all steps since their last update; else what
@@ -151,7 +151,7 @@ def train_step(
     else:
         losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
     loss, auxiliary, ahead, flags = _world_loss(
-        losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed)
+        losses, chunks, groups, (stop_requested, save_progress.done, save_progress.failed)
     )
     optimizer.prepare_grads()
     norms = optimizer.gradient_norms()

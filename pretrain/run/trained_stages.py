@@ -76,8 +76,8 @@ def refuse_edited_past(stages: Sequence[RunConfig], folder: RunFolder) -> None:
     before, now = _trained(recorded, saved.step), _trained(stages, saved.step)
     if [part.last_step for part in before] != [part.last_step for part in now]:
         raise ConfigError(
-            f"{folder.path} has trained {_in_words(before)}, and as its stages are written now it would have trained "
-            f"{_in_words(now)}. {_what_to_do(folder)}"
+            f"{folder.path} has trained {_describe(before)}, and as its stages are written now it would have trained "
+            f"{_describe(now)}. {_what_to_do(folder)}"
         )
     for old, new in zip(before, now, strict=True):
         if new.is_over and (changes := list(_changes(old.config, new.config, read))):
@@ -102,7 +102,7 @@ def _trained(stages: Sequence[RunConfig], step: int) -> list[_Trained]:
     ]
 
 
-def _in_words(parts: Sequence[_Trained]) -> str:
+def _describe(parts: Sequence[_Trained]) -> str:
     return ", ".join(f"{part.name} to step {part.last_step}" for part in parts)
 
 

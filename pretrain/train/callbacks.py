@@ -20,7 +20,7 @@ from pretrain.run.history import End, Incident, Start, now, write_event
 from pretrain.run.owner import Owner
 from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
-from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
+from pretrain.train.health.memories import NUM_OBSERVED, describe_faults, figures_by_block, find_faults
 from pretrain.train.health.replicas import Replicas
 from pretrain.train.health.slow_ranks import SlowRanks
 from pretrain.train.run import Run
@@ -107,9 +107,11 @@ class MemoryWatch(Callback):
         if not observes_usage(run, run.state.step):
             return
         self._observed.append(row["memory"])
-        new = [each for each in findings(course(self._observed)) if (each.kind, each.block) not in self._told]
+        new = [
+            each for each in find_faults(figures_by_block(self._observed)) if (each.kind, each.block) not in self._told
+        ]
         self._told |= {(each.kind, each.block) for each in new}
-        for kind, message in in_words(new).items():
+        for kind, message in describe_faults(new).items():
             self.callbacks.on_incident(run, Incident(run.state.step, kind, message, now()))
 
 
@@ -136,7 +138,7 @@ class History(Callback):
         write_event(run.folder, End(run.state.step, run.state.consumed_tokens, now()))
 
 
-def _loss_in_words(loss: float) -> str:
+def _described_loss(loss: float) -> str:
     return "no target" if math.isnan(loss) else f"loss {loss:.4f}"
 
 
@@ -151,7 +153,7 @@ class ProgressLine(Callback):
     def on_step(self, run: Run, row: Row) -> None:
         self._progress.update(
             1,
-            f"{_loss_in_words(row['loss'])} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
+            f"{_described_loss(row['loss'])} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
             f"{row['tokens_per_s']:,.0f} tokens/s",
         )
 

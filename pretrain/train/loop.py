@@ -13,7 +13,7 @@ from megamem.backbone.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
 from pretrain.config.schedule import apply_schedule, group_settings
 from pretrain.config.updates import MUON
-from pretrain.engine.nonfinite import in_words
+from pretrain.engine.nonfinite import describe_non_finite
 from pretrain.engine.step import Batch, StepResult, train_step
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import Incident, now
@@ -84,12 +84,12 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
             micro_batch_size=config.train.micro_batch_size,
             sequence_length=config.train.sequence_length,
             stop_requested=stop_requested,
-            save_votes=run.saver.votes,
+            save_progress=run.saver.progress,
             judge=partial(find_spike, config.health.spikes, run.state.recent),
             graph=run.graph,
             updates_tables=run.state.updates_tables,
         )
-    run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
+    run.saver.note_ranks(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)
 
 
@@ -172,7 +172,7 @@ def _tell(run: Run, everyone: Callbacks, result: StepResult) -> None:
     if result.spike is not None:
         kind, found = "spike", f"{result.spike}; its update was not applied"
     else:
-        kind, found = "non-finite", f"{in_words(result.non_finite)}; the update was not applied"
+        kind, found = "non-finite", f"{describe_non_finite(result.non_finite)}; the update was not applied"
     everyone.on_incident(run, Incident(run.state.step, kind, found, now()))
 
 
@@ -181,7 +181,7 @@ def _check_progress(run: Run, result: StepResult) -> None:
     if skipped >= limit and not result.updated:
         # All ranks are here.
         run.saver.finish()
-        last = result.spike or in_words(result.non_finite)
+        last = result.spike or describe_non_finite(result.non_finite)
         raise UserError(
             f"the last {skipped} steps had {'a spike or ' if run.config.health.spikes.action != 'none' else ''}"
             f"no finite gradient and were skipped (train.max_skipped_steps = {limit}): "

@@ -23,7 +23,7 @@ from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
 from pretrain.train.callback import Callback, Callbacks, Row
-from pretrain.train.health.replicas import Replicas, differing_replicas, in_words
+from pretrain.train.health.replicas import Replicas, describe_differences, differing_replicas
 from pretrain.train.health.slow_ranks import SlowRanks, probe_s
 from pretrain.train.loop import take_step
 from pretrain.train.run import Run
@@ -140,7 +140,7 @@ def compare(tiny: TinyRun, seen: Seen, folder: Path, rank: int) -> None:
         tensor = tensor_of(tiny, name, of_main)
         mine = rank == of_rank and tensor is not None
         with flipped(tensor) if mine and tensor is not None else patch.object(run, "saver", run.saver):
-            seen.differing[place] = in_words(differing_replicas(run))
+            seen.differing[place] = describe_differences(differing_replicas(run))
     run.folder = RunFolder(folder)
     run.config = replace(run.config, health=replace(run.config.health, compare_replicas_every_steps=3))
     listener = Listener()
@@ -255,10 +255,10 @@ def test_a_gradient_that_is_not_finite_is_named(run_ranks: Any) -> None:
 
 
 def test_the_first_few_are_named() -> None:
-    from pretrain.engine.nonfinite import in_words as non_finite_in_words
+    from pretrain.engine.nonfinite import describe_non_finite
 
     of_ranks = [NonFinite(rank, "node", 0, ("a", "b", "c"), 9, 20) for rank in range(6)]
-    words = non_finite_in_words(of_ranks)
+    words = describe_non_finite(of_ranks)
     assert words.startswith(
         "not finite are gradients on rank 0 (node, stage 0): a, b, c and 6 more (9 of 20 parameters)"
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pretrain.train.health.replicas as replicas
-from pretrain.train.health.replicas import ReplicaDifference, digest, in_words
+from pretrain.train.health.replicas import ReplicaDifference, describe_differences, digest
 
 
 @pytest.mark.parametrize("part", [5, 1 << 22])
@@ -47,6 +47,6 @@ def test_the_ranks_in_the_minority_are_named() -> None:
         ranks = tuple(range(len(digests)))
         return tuple(ReplicaDifference(ranks, "w", rank, f"node{rank}", of) for rank, of in enumerate(digests))
 
-    assert in_words(said(7, 7, 8, 7)) == "w on rank 2 (node2), of the replicas on ranks 0, 1, 2, 3"
+    assert describe_differences(said(7, 7, 8, 7)) == "w on rank 2 (node2), of the replicas on ranks 0, 1, 2, 3"
     # Nobody knows which of two is wrong.
-    assert in_words(said(7, 8)) == "w on rank 0 (node0), 1 (node1), of the replicas on ranks 0, 1"
+    assert describe_differences(said(7, 8)) == "w on rank 0 (node0), 1 (node1), of the replicas on ranks 0, 1"

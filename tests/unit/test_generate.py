@@ -33,7 +33,7 @@ from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.costs.attention import cached_bytes_per_token
 from tools import generate as command
 from tools.common.pace import GenerationPass, Pace
-from tools.common.words import size_in_words
+from tools.common.words import describe_size
 
 VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
 
@@ -295,7 +295,7 @@ def test_the_command_hands_over_what_was_typed(
     assert printed.out == "néü—\N{REPLACEMENT CHARACTER}\n"
     # The first figure is of the prompt and the separator before it, the second of what followed the first token.
     assert re.fullmatch(r"prefill 4 tokens, \S+ ms each; then 5 tokens, \S+ ms each; .*\n", printed.err)
-    size = size_in_words(cached_bytes_per_token(config.model, 4))
+    size = describe_size(cached_bytes_per_token(config.model, 4))
     assert printed.err.endswith(f"; cache {size} per token\n" if cached else "; no cache\n")
 
 
@@ -309,7 +309,7 @@ def test_tokens_are_timed_by_what_the_pass_was_over() -> None:
         GenerationPass.BEYOND: 1 + 3,
     }
     assert all(seconds > 0 for _, seconds in pace.spent.values())
-    assert "beyond the context 4 tokens, " in pace.in_words()
+    assert "beyond the context 4 tokens, " in pace.description()
 
 
 def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

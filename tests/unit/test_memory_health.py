@@ -16,7 +16,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
 from pretrain.train.callback import Callback, Callbacks
 from pretrain.train.callbacks import MemoryWatch
-from pretrain.train.health.memories import MemoryFault, course, findings, in_words
+from pretrain.train.health.memories import MemoryFault, describe_faults, figures_by_block, find_faults
 from tools.cli import main
 from tools.common.metrics import curves
 from tools.plot import draw
@@ -30,7 +30,7 @@ def figures(coverage: float, output_std: float = 1.0, even: float | None = EVEN)
 
 
 def observed(*steps: dict[str, dict[str, float]]) -> list[MemoryFault]:
-    return findings(course(steps))
+    return find_faults(figures_by_block(steps))
 
 
 def test_keys_collapse_below_a_fifth_of_the_rows_of_the_quickstart() -> None:
@@ -59,21 +59,21 @@ def test_a_memory_is_silent_below_a_hundredth_of_the_loudest() -> None:
 
 
 def test_words_name_blocks_figures_and_what_to_do() -> None:
-    one = in_words([MemoryFault("collapsed keys", 2, 0.177, EVEN)])["collapsed keys"]
+    one = describe_faults([MemoryFault("collapsed keys", 2, 0.177, EVEN)])["collapsed keys"]
     assert one.startswith(
         "the keys of block 2 (counted from 0) have collapsed: a step reads 18% of the rows, where even reads would "
         "cover 91%. What to do: raise model.memory.key_balance_weight tenfold"
     )
-    several = in_words([MemoryFault("silent memory", 1, 4e-6, 0), MemoryFault("silent memory", 2, 1e-15, 0)])
+    several = describe_faults([MemoryFault("silent memory", 1, 4e-6, 0), MemoryFault("silent memory", 2, 1e-15, 0)])
     assert several["silent memory"].startswith(
         "the memories of blocks 1, 2 (counted from 0) are silent: they add at most 4e-06 of what block 0's adds. "
         "What to do: "
     )
-    keys = in_words([MemoryFault("collapsed keys", 1, 0.1, 0.9), MemoryFault("collapsed keys", 2, 0.2, 0.8)])[
+    keys = describe_faults([MemoryFault("collapsed keys", 1, 0.1, 0.9), MemoryFault("collapsed keys", 2, 0.2, 0.8)])[
         "collapsed keys"
     ]
     assert "blocks 1, 2 (counted from 0) have collapsed: a step reads 10% to 20% of the rows" in keys
-    assert in_words([]) == {}
+    assert describe_faults([]) == {}
 
 
 class Listener(Callback):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.machine.atomic_write import atomic_write
-from parallel.machine.refusals import check_can_write, in_words, naming, refusal
+from parallel.machine.refusals import check_can_write, describe_error, naming, refusal
 from parallel.processes.rank_errors import FailureKind, RankFailure
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
@@ -65,7 +65,7 @@ def test_the_line_names_the_thing_the_reason_and_the_fix(tmp_path: Path, number:
 )
 def test_other_errors_stay_defects(error: Exception) -> None:
     assert refusal(error) is None
-    assert in_words(error) == str(error)
+    assert describe_error(error) == str(error)
     assert not RankFailure.from_exception(0, error).is_user_error
 
 
@@ -77,7 +77,7 @@ def test_a_dangling_link_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "away")
     with pytest.raises(OSError, match=r"No such file|exists") as caught:
         (tmp_path / "link" / "file").write_text("x")
-    assert f"is a link to {tmp_path / 'away'}, which is not there" in in_words(caught.value)
+    assert f"is a link to {tmp_path / 'away'}, which is not there" in describe_error(caught.value)
 
 
 def test_what_cannot_be_moved_is_told_of_where_it_was_to_go(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_cannot_be_moved_is_told_of_where_it_was_to_go(tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(tmp_path / "away")
     with pytest.raises(NotADirectoryError) as caught:
         (tmp_path / "made").rename(tmp_path / "link")
-    assert in_words(caught.value).startswith(
+    assert describe_error(caught.value).startswith(
         f"{tmp_path / 'link'} cannot be opened (it is a link to {tmp_path / 'away'},"
     )
 
@@ -103,18 +103,18 @@ def test_a_write_that_fails_is_of_the_file_that_was_open() -> None:
     with pytest.raises(OSError, match="No space") as caught:
         Path("/dev/full").write_text("x")
     assert caught.value.filename is None
-    assert in_words(caught.value).startswith("/dev/full cannot be written (No space left on device)")
+    assert describe_error(caught.value).startswith("/dev/full cannot be written (No space left on device)")
 
 
 def test_names_are_given_and_kept() -> None:
     with pytest.raises(OSError, match="No space") as caught, naming("mine"):
         raise refused_by_system(errno.ENOSPC, None)
-    assert in_words(caught.value).startswith("mine cannot be written")
+    assert describe_error(caught.value).startswith("mine cannot be written")
     with pytest.raises(OSError, match="No space") as caught, naming("mine"):
         raise refused_by_system(errno.ENOSPC, Path("theirs"))
-    assert in_words(caught.value).startswith("theirs cannot be written")
+    assert describe_error(caught.value).startswith("theirs cannot be written")
     caught.value.add_note("All is well")
-    assert in_words(caught.value).endswith("or name another place. All is well")
+    assert describe_error(caught.value).endswith("or name another place. All is well")
 
 
 def test_an_atomic_write_names_what_it_was_to_be(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_an_atomic_write_names_what_it_was_to_be(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="too long") as caught, atomic_write(path):
         pass
     assert caught.value.filename == str(path)
-    assert "(File name too long): give a shorter name" in in_words(caught.value)
-    assert len(in_words(caught.value)) < 300
+    assert "(File name too long): give a shorter name" in describe_error(caught.value)
+    assert len(describe_error(caught.value)) < 300
 
 
 def test_a_check_changes_nothing(tmp_path: Path) -> None:

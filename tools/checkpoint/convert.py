@@ -17,7 +17,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
         made = convert(source, kind, args.destination, target, resources, on_start=phases.start)
     kept = f", {plural(made.num_kept_files, 'file')} of an earlier start kept" if made.num_kept_files else ""
     print(
-        f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {size_in_words(made.num_bytes)}{kept}\n"
+        f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {describe_size(made.num_bytes)}{kept}\n"
         f"{time.monotonic() - started_s:.1f} s, "
-        f"{size_in_words(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} of memory at most\n"
+        f"{describe_size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} of memory at most\n"
         f"written: {made.path}"
     )
     warn_of_tokenizer(made.path, source.tokenizer)

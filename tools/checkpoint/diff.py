@@ -9,7 +9,7 @@ from pretrain.convert.resources import Resources
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 
 _DIFFERENT = 1
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for each in found:
         print(printable(f"{each.name} {each.text}"))
     kind = "equal" if not args.tolerance else f"equal within {args.tolerance:g}"
-    compared = f"{plural(len(names), 'tensor')} of {size_in_words(num_bytes)}"
+    compared = f"{plural(len(names), 'tensor')} of {describe_size(num_bytes)}"
     if found:
         print(f"{len(found):,} of {compared} differ")
         return _DIFFERENT

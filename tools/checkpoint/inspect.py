@@ -10,7 +10,7 @@ from pretrain.config.loader import to_dict
 from pretrain.convert.listing import Listing, is_native, listing_of, native_listing
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
-from tools.common.words import size_in_words
+from tools.common.words import describe_size
 from tools.parameter_table import markdown_table
 
 
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     # Not by opening it, for which PyTorch takes seconds to load.
     is_ours = is_native(args.path)
     checkpoint = native_listing(args.path, args.step) if is_ours else listing_of(opened(args.path, args.step))
-    print(json.dumps(_as_json(checkpoint), indent=1) if args.json else _in_words(checkpoint))
+    print(json.dumps(_as_json(checkpoint), indent=1) if args.json else _describe(checkpoint))
     return 0
 
 
@@ -51,7 +51,7 @@ def _weights(checkpoint: Listing) -> list[str]:
     return [name for name in checkpoint.tensors if _kind(name) != "optimizer"]
 
 
-def _in_words(checkpoint: Listing) -> str:
+def _describe(checkpoint: Listing) -> str:
     tensors = checkpoint.tensors
     state: dict[str, int] = {}
     for name in (name for name in tensors if _kind(name) == "optimizer"):
@@ -63,8 +63,8 @@ def _in_words(checkpoint: Listing) -> str:
             _kind(name),
             " x ".join(map(str, tensors[name].shape)) or "1",
             tensors[name].dtype,
-            size_in_words(tensors[name].num_bytes),
-            size_in_words(state[name]) if name in state else "",
+            describe_size(tensors[name].num_bytes),
+            describe_size(state[name]) if name in state else "",
         )
         for name in sorted(_weights(checkpoint), key=_by_number)
     ]
@@ -92,7 +92,7 @@ def _header(checkpoint: Listing, state_bytes: int) -> str:
         f"{config.model.memory_kinds if config.model.memories else kind}"
     )
     lines["bytes"] = (
-        f"{size_in_words(of_weights)} weights, {size_in_words(of_tables)} tables, {size_in_words(state_bytes)} "
+        f"{describe_size(of_weights)} weights, {describe_size(of_tables)} tables, {describe_size(state_bytes)} "
         "optimizer state"
     )
     width = max(map(len, lines))

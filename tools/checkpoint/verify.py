@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel.machine.refusals import in_words
+from parallel.machine.refusals import describe_error
 from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.convert.resources import Resources
 from pretrain.errors import CheckpointError
@@ -14,7 +14,7 @@ from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 
 if TYPE_CHECKING:
     from pretrain.convert.format import OpenedCheckpoint
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             _verify(opened(path), resources, finite=args.finite)
         except (CheckpointError, OSError) as error:
             # A damaged one must not hide the others.
-            print(in_words(error), flush=True)
+            print(describe_error(error), flush=True)
             damaged.append(path)
     if damaged:
         raise CheckpointError(
@@ -64,7 +64,7 @@ def _verify(checkpoint: OpenedCheckpoint, resources: Resources, *, finite: bool)
     infos = checkpoint.reader.tensors.values()
     print(
         f"{checkpoint.path} is whole: {plural(len(infos), 'tensor')} of "
-        f"{size_in_words(sum(info.num_bytes for info in infos))}{', all finite' if finite else ''}",
+        f"{describe_size(sum(info.num_bytes for info in infos))}{', all finite' if finite else ''}",
         flush=True,
     )
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from pretrain.run.rows import read_rows
-from pretrain.train.health.memories import MemoryFault, course, findings
+from pretrain.train.health.memories import MemoryFault, figures_by_block, find_faults
 
 Point: TypeAlias = tuple[float, float]
 
@@ -64,7 +64,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> Curves:
     coverage, kl_to_uniform, even_coverage = (
         {block: tuple(points) for block, points in sorted(of_blocks.items())} for of_blocks in usage.values()
     )
-    dropped_out = findings(course(row["memory"] for row in rows if "memory" in row))
+    dropped_out = find_faults(figures_by_block(row["memory"] for row in rows if "memory" in row))
     return Curves(
         tuple(training), tuple(validation), coverage, kl_to_uniform, bits_per_byte, even_coverage, tuple(dropped_out)
     )

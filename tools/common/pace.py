@@ -39,7 +39,7 @@ class Pace:
             yield token
             started = time.perf_counter()
 
-    def in_words(self) -> str:
+    def description(self) -> str:
         """ "prefill 5 tokens, 1.2 ms each; then 27 tokens, 2.3 ms each"."""
         return "; ".join(
             f"{phase.value} {number:,} tokens, {1e3 * seconds / number:.3g} ms each"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from parallel.machine.refusals import in_words
+from parallel.machine.refusals import describe_error
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
@@ -105,7 +105,7 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
 
 def _claimed(presence: Presence) -> Standing:
     """Standing of a run whose owner did not say that it has ended."""
-    who = "somebody" if presence.claim is None else _owner_in_words(presence)
+    who = "somebody" if presence.claim is None else _described_owner(presence)
     # Slurm knows more of its own job than a claim that was made elsewhere.
     seen = presence.alive is not None or presence.claim is None or not presence.claim.job
     if presence.alive or (presence.alive is None and presence.beat_age_s < LAPSE_S):
@@ -115,7 +115,7 @@ def _claimed(presence: Presence) -> Standing:
     return Standing("killed", who)
 
 
-def _owner_in_words(presence: Presence) -> str:
+def _described_owner(presence: Presence) -> str:
     claim = presence.claim
     assert claim is not None
     job = f", Slurm job {claim.job}" if claim.job else ""
@@ -151,7 +151,7 @@ def find_runs(path: Path, problems: list[str]) -> list[Path]:
 
 
 def _runs_below(path: Path, problems: list[str]) -> Iterator[Path]:
-    for folder, inner, files in os.walk(path, onerror=lambda error: problems.append(in_words(error))):
+    for folder, inner, files in os.walk(path, onerror=lambda error: problems.append(describe_error(error))):
         if RunFolder(path).config.name in files:
             # Folders that a run keeps of its own (replays, checkpoints) are no runs beside it.
             inner.clear()

@@ -18,7 +18,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def size_in_words(num_bytes: int) -> str:
+def describe_size(num_bytes: int) -> str:
     """ "512 B", "5.4 MB", "1.20 GB": powers of 1,000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:

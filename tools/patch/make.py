@@ -11,7 +11,7 @@ from pretrain.convert.resources import Resources
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 from tools.patch.paths import check_output
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
         made = make_patch(
             before, after, args.output, max_bytes=args.max_size, resources=resources, on_start=phases.start
         )
-    print("\n".join([*in_words(made), f"written: {args.output}, {size_in_words(made.num_bytes)}"]))
+    print("\n".join([*describe(made), f"written: {args.output}, {describe_size(made.num_bytes)}"]))
     return 0
 
 
-def in_words(written: MadePatch) -> Iterator[str]:
+def describe(written: MadePatch) -> Iterator[str]:
     """A line for each table of a patch that was written."""
     for table, num_rows in written.rows.items():
         total = written.shapes[table][0]

@@ -6,8 +6,8 @@ import argparse
 
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
-from tools.common.words import plural, size_in_words
-from tools.patch.make import in_words
+from tools.common.words import describe_size, plural
+from tools.patch.make import describe
 from tools.patch.paths import check_output, check_patch
 
 
@@ -27,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
     for table, num_rows in merged.shared.items():
         print(printable(f"{table}: {plural(num_rows, 'row')} in several patches ({args.overlap})"))
     written = merged.written
-    print("\n".join([*in_words(written), f"written: {args.output}, {size_in_words(written.num_bytes)}"]))
+    print("\n".join([*describe(written), f"written: {args.output}, {describe_size(written.num_bytes)}"]))
     return 0

@@ -14,7 +14,7 @@ from pretrain.convert.resources import Resources
 from pretrain.printable import printable
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
-from tools.common.words import plural, size_in_words
+from tools.common.words import describe_size, plural
 from tools.patch.paths import check_patch
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _content(patch: Patch) -> dict[str, Any]:
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{content['patch']}: a patch of {size_in_words(content['bytes'])}"
+    yield f"{content['patch']}: a patch of {describe_size(content['bytes'])}"
     for origin in content["made_of"]:
         yield f"  made of {origin['before']} -> {origin['after']}"
     for table, found in content["tables"].items():
@@ -86,5 +86,5 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
         )
         yield (
             f"  {table}: {plural(found['rows'], 'row')} of {found['rows_of_table']:,} x {found['columns']:,}, {dtypes}, "
-            f"{size_in_words(found['bytes'])}, {change}"
+            f"{describe_size(found['bytes'])}, {change}"
         )

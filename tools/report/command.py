@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.machine.atomic_write import atomic_write
 from tools.common.parsers import add_command
-from tools.common.words import size_in_words
+from tools.common.words import describe_size
 
 _EPILOG = """\
 examples:
@@ -44,5 +44,5 @@ def run_report(args: argparse.Namespace) -> int:
     text = page(runs).encode()
     with atomic_write(output) as stream:
         stream.write(text)
-    print(f"report: {output} ({size_in_words(len(text))})", flush=True)
+    print(f"report: {output} ({describe_size(len(text))})", flush=True)
     return 0

@@ -12,9 +12,9 @@ import numpy as np
 
 from pretrain.config.loader import flat, shown_at, to_dict
 from pretrain.run.history import Start
-from pretrain.train.health.memories import in_words
+from pretrain.train.health.memories import describe_faults
 from tools.common.run_status import duration
-from tools.common.words import count_in_millions, plural, size_in_words
+from tools.common.words import count_in_millions, describe_size, plural
 from tools.report.charts import ChartLine, Key, Mark, chart, colour_of, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
 from tools.templates import render
@@ -293,7 +293,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "stage", run.metrics.stages[-1][1]
     if num_skipped := sum(steps for _, steps in metrics.skipped):
         yield "skipped", plural(num_skipped, "step")
-    yield from in_words(metrics.dropped_out).items()
+    yield from describe_faults(metrics.dropped_out).items()
     if run.incidents:
         last_one = run.incidents[-1]
         counts_of = Counter(incident.kind for incident in run.incidents)
@@ -302,7 +302,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
     if "save_bytes" in last:
         stalled_s = sum(metrics.figures["save_stall_s"].values)
         saves = plural(len(metrics.figures["save_bytes"]), "save")
-        yield "saves", f"{saves}, the last of {size_in_words(int(last['save_bytes']))}; stalled {duration(stalled_s)}"
+        yield "saves", f"{saves}, the last of {describe_size(int(last['save_bytes']))}; stalled {duration(stalled_s)}"
 
 
 def _time_left(run: RunRecord) -> str:

@@ -25,7 +25,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
 from pretrain.run.not_a_run import refuse_configuration
 from pretrain.run.rows import numbered_rows
-from pretrain.train.health.memories import MemoryFault, findings
+from pretrain.train.health.memories import MemoryFault, find_faults
 from tools.common.run_status import Standing, standing_of
 from tools.common.vocabulary import with_vocabulary_of
 
@@ -86,7 +86,7 @@ class Metrics:
         for name, columns in self.of_blocks.items():
             for block, column in columns.items():
                 course.setdefault(block, {})[name] = column.values
-        return findings(course)
+        return find_faults(course)
 
 
 @dataclass(frozen=True)

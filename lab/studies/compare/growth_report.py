@@ -74,11 +74,11 @@ def report(
     continued = {name: runs for name, runs in results.items() if name != base.name}
     return f"""\
 {base.name} is trained on {_tokens(base)} of {paths}, and what is made of it on {_tokens(grown[0])} in another order, the same for all.
-{of_models.seeds_in_words(seeds)}{state}
+{of_models.describe_seeds(seeds)}{state}
 
 {table(figures, results)}
 
-{of_models.order_in_words(continued, seeds)}
+{of_models.describe_order(continued, seeds)}
 ![Loss against tokens and against parameters]({plot_name})
 
 On the left lines are training losses from where the model was grown (means over seeds and over {NUM_BINS} parts of the run), dots validation losses; on \

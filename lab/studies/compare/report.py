@@ -137,14 +137,14 @@ def report(
     return f"""\
 {len(configs)} models on {train.num_steps * train.tokens_per_step:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
 (seed {configs[0].data_seed}).
-{seeds_in_words(seeds)} \
+{describe_seeds(seeds)} \
 {balance[0].upper() + balance[1:]}.{state}
 
 {table(figures, results)}
 
 Rows read in a step and nats from even reads: of the last observed step, layer by layer.
 
-{order_in_words(results, seeds)}
+{describe_order(results, seeds)}
 ![Loss against tokens and against parameters]({plot_name})
 
 On the left lines are training losses (means over seeds and over {NUM_BINS} parts of the run), dots validation losses; on the right the last of these, \
@@ -153,10 +153,10 @@ with the lowest and the highest. Made by
 ```
 {command}
 ```
-{"" if tuned is None else _trials_in_words(tuned)}"""
+{"" if tuned is None else _describe_trials(tuned)}"""
 
 
-def seeds_in_words(seeds: Sequence[int]) -> str:
+def describe_seeds(seeds: Sequence[int]) -> str:
     """A sentence on whose weights they are."""
     if len(seeds) == 1:
         return f"Weights from seed {seeds[0]}."
@@ -164,7 +164,7 @@ def seeds_in_words(seeds: Sequence[int]) -> str:
     return f"Weights from seeds {listed}: losses are means over them, with the lowest and the highest."
 
 
-def order_in_words(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
+def describe_order(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
     """A sentence on the order, where there are several seeds and models."""
     if len(seeds) < 2 or len(_losses(results)) < 2:
         return ""
@@ -174,7 +174,7 @@ From best to worst, `<` where every seed of the one is better than every seed of
 """
 
 
-def _trials_in_words(tuned: Tuned) -> str:
+def _describe_trials(tuned: Tuned) -> str:
     tuning = tuned.tuning
     return f"""
 The settings of every model are the best of up to {tuning.num_trials} trials of {tuning.num_steps} steps each, with weights from seed {tuning.seed}. \

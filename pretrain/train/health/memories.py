@@ -20,7 +20,7 @@ SILENT = 0.01
 """Deviation of a memory's output over that of the loudest one, below which it is silent."""
 
 Kind: TypeAlias = Literal["collapsed keys", "silent memory"]
-Course: TypeAlias = Mapping[int, Mapping[str, Sequence[float]]]
+BlockFigures: TypeAlias = Mapping[int, Mapping[str, Sequence[float]]]
 """Values by block and figure, in the order of the steps."""
 
 _ADVICE: Mapping[Kind, str] = {
@@ -47,7 +47,7 @@ class MemoryFault:
     of: float
 
 
-def course(observed: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[int, dict[str, list[float]]]:
+def figures_by_block(observed: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[int, dict[str, list[float]]]:
     """The figures of memories in rows of metrics, by block; those that were not finite are left out."""
     found: dict[int, dict[str, list[float]]] = {}
     for memories in observed:
@@ -58,7 +58,7 @@ def course(observed: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[int, dic
     return found
 
 
-def findings(of_blocks: Course) -> list[MemoryFault]:
+def find_faults(of_blocks: BlockFigures) -> list[MemoryFault]:
     """Memories that have dropped out, by the last observed steps; none before there are `NUM_OBSERVED` of them."""
     recent = {
         block: {name: fmean(values[-NUM_OBSERVED:]) for name, values in figures.items() if len(values) >= NUM_OBSERVED}
@@ -80,7 +80,7 @@ def findings(of_blocks: Course) -> list[MemoryFault]:
     return found
 
 
-def in_words(found: Sequence[MemoryFault]) -> dict[Kind, str]:
+def describe_faults(found: Sequence[MemoryFault]) -> dict[Kind, str]:
     """A sentence for each kind of what was found, with its figures and what to do."""
     words: dict[Kind, str] = {}
     for kind in dict.fromkeys(finding.kind for finding in found):

@@ -122,7 +122,7 @@ def _replicated(run: Run) -> Iterator[tuple[dist.ProcessGroup, dict[str, Tensor]
     yield megatron.expt_dp, split
 
 
-def in_words(found: tuple[ReplicaDifference, ...]) -> str:
+def describe_differences(found: tuple[ReplicaDifference, ...]) -> str:
     """Names of the tensors that differ, and their ranks: those in the minority, or all where there is none."""
     tensors: dict[tuple[str, tuple[int, ...]], list[ReplicaDifference]] = {}
     for difference in found:
@@ -165,7 +165,7 @@ class Replicas(Callback):
             return
         # All ranks are here.
         run.saver.finish()
-        message = f"replicas differ after step {run.state.step}: {in_words(found)}"
+        message = f"replicas differ after step {run.state.step}: {describe_differences(found)}"
         self.callbacks.on_incident(run, Incident(run.state.step, "replicas", message, now()))
         raise UserError(
             f"{message}. Hardware that computes or sends wrongly is likely: take that machine out, and start the run "

@@ -11,8 +11,8 @@ from megatron.core import tensor_parallel
 import pretrain.train.loop as loop
 from megamem.config import ModelConfig
 from pretrain.engine.gradient_norms import GradientNorms
+from pretrain.engine.save_progress import SaveProgress
 from pretrain.engine.step import LossSum, StepResult
-from pretrain.engine.votes import SaveVotes
 from pretrain.state import RunState
 from tests.unit.loop.world import BACKBONE_RATES, CONFIG, VALUE_RATES
 
@@ -103,7 +103,7 @@ def test_the_steps_read_consecutive_samples_and_a_resumed_run_the_next(make: Any
                 "micro_batch_size": 2,
                 "sequence_length": 8,
                 "stop_requested": False,
-                "save_votes": SaveVotes(),
+                "save_progress": SaveProgress(),
             }
 
 

@@ -167,7 +167,7 @@ def test_a_save_is_told_of_when_it_is_complete(make: Any, capsys: pytest.Capture
     ]
     # The save of step 5 is in flight in step 6, in which the ranks hear of it.
     assert [row["step"] for row in world.all_rows][4:8] == [5, 6, 5, 7]
-    assert [step.arguments["save_votes"].done for step in world.steps] == [step in (6, 11) for step in range(1, 13)]
+    assert [step.arguments["save_progress"].done for step in world.steps] == [step in (6, 11) for step in range(1, 13)]
     assert "saved step 5: stalled 0.5 s, written in 2.5 s, 0.001 MB" in capsys.readouterr().err
 
 

@@ -24,8 +24,8 @@ from pretrain.config.schema import (
     TrainConfig,
 )
 from pretrain.engine.gradient_norms import GradientNorms
+from pretrain.engine.save_progress import SaveProgress
 from pretrain.engine.step import LossSum, StepResult
-from pretrain.engine.votes import SaveVotes
 from pretrain.state import RunState
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
@@ -138,8 +138,8 @@ class SaverDouble(Saver):
         self.in_flight: int | None = None
 
     @property
-    def votes(self) -> SaveVotes:
-        return SaveVotes(done=self.in_flight is not None)
+    def progress(self) -> SaveProgress:
+        return SaveProgress(done=self.in_flight is not None)
 
     def start(self, config: RunConfig, state: RunState, entries: Any, folder: Path) -> None:
         assert ((config, folder), entries) == (self.expected, f"entries of {state.step}")

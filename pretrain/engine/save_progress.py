@@ -1,4 +1,4 @@
-"""Votes of the ranks on a save in flight, summed by a step."""
+"""Progress of a rank's part of a save in flight, which a step adds up over all ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SaveVotes:
-    """Votes of this rank when a step begins.
+class SaveProgress:
+    """Progress when a step begins.
 
     Attributes:
         done: its part of the present phase is done.
@@ -18,4 +18,4 @@ class SaveVotes:
     failed: bool = False
 
 
-NO_VOTES = SaveVotes()
+NO_SAVE = SaveProgress()
