@@ -27,20 +27,20 @@ from megamem.backbone.multi_token import MultiTokenPrediction
 from megamem.backbone.norm import RMSNorm
 from megamem.backbone.parts import Parts
 from megamem.backbone.specs import backbone_parts
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from megamem.blocks.build import build_blocks
 from megamem.blocks.memory_sites import MemorySite
 from megamem.blocks.stack import BlockStack
-from megamem.chunk_memories import joint_read, memories_of_chunk
-from megamem.config import ModelConfig
-from megamem.halo import UNCUT, Halo
-from megamem.inputs import Inputs, pack
+from megamem.chunk.halo import UNCUT, Halo
+from megamem.chunk.inputs import Inputs, pack
+from megamem.chunk.machinery import Machinery
+from megamem.chunk.memories import joint_read, memories_of_chunk
+from megamem.config.model import ModelConfig
 from megamem.layers.layer import MemoryLayer, begin_step, by_family
 from megamem.layers.shared_read import SharedRead
-from megamem.machinery import Machinery
-from megamem.parameters import Copy
+from megamem.parameters.declaration import Copy
+from megamem.parameters.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 from megamem.residual_streams.message import sized_for_messages
-from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
 _ALL_TOKENS = 1 << 62
 """More tokens than a microbatch has."""
@@ -308,7 +308,7 @@ class MemoryGPTModel(LanguageModule):
 
     def blocks_served(self) -> dict[nn.Parameter, frozenset[int]]:
         """The blocks, counted from the model's first, that each of this chunk's parameters serves; see
-        `megamem.trained_part`."""
+        `megamem.parameters.trained_part`."""
         served: dict[nn.Parameter, frozenset[int]] = dict.fromkeys(self.parameters(), NO_BLOCK)
         for block, layer in zip(self.layers, self.decoder.layers, strict=True):
             served.update(dict.fromkeys(layer.parameters(), frozenset({block})))
@@ -419,7 +419,7 @@ class MemoryGPTModel(LanguageModule):
         return entries
 
     def _packed(self, token_ids: Tensor, positions: Tensor, halo: Halo, cache: KeyValueCache | None = None) -> Tensor:
-        """[2 + A, s, b], see `megamem.inputs.pack`, of token ids and positions [b, s]; a cache has the tokens before them."""
+        """[2 + A, s, b], see `megamem.chunk.inputs.pack`, of token ids and positions [b, s]; a cache has the tokens before them."""
         packed = pack(token_ids, positions)
         parts = [packed]
         for layers in by_family(self.memory_layers):

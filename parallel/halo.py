@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megamem.halo import UNCUT, Halo
+from megamem.chunk.halo import UNCUT, Halo
 from parallel.exchange import linear
 from parallel.layout import halo_requests, stretches
 
@@ -77,14 +77,14 @@ def _plan(rank: int, num_tokens: int, width: int, tensor: int, context: int) -> 
 
 
 class CutSequences:
-    """See `megamem.halo.Halo`; every rank of the group holds equally many tokens."""
+    """See `megamem.chunk.halo.Halo`; every rank of the group holds equally many tokens."""
 
     def __init__(self, group: dist.ProcessGroup, *, tensor: int) -> None:
         self.group, self.tensor, self.context = group, tensor, group.size() // tensor
         self._indices: dict[tuple[int, int, torch.device], tuple[tuple[Tensor, ...], Tensor]] = {}
 
     def extended(self, x: Tensor, width: int) -> tuple[Tensor, ...]:
-        """See `megamem.halo.Halo.extended`. Collective, backward too."""
+        """See `megamem.chunk.halo.Halo.extended`. Collective, backward too."""
         sizes = {"tensor": self.tensor, "context": self.context}
         num_tokens = len(x)
         own = stretches(self.group.rank(), num_tokens, **sizes)

@@ -15,9 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.bank import Bank, Columns, RowsOfRank, TableHome, weighted
-from megamem.memory_config import MemoryConfig
-from megamem.parameters import ONLY_COPY, Copy
+from megamem.banks.bank import Bank, Columns, RowsOfRank, TableHome, weighted
+from megamem.config.memory import MemoryConfig
+from megamem.parameters.declaration import ONLY_COPY, Copy
 from megamem.placement.sharing import BankSpec
 from megamem.token_tables.fetched import RowFetch
 from parallel.exchange import Exchange, gather_ids, join_columns, split_columns, spread_coefficients, sum_over_ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megamem.trained_part import ALL, Trained
+from megamem.parameters.trained_part import ALL, Trained
 
 
 @dataclass(frozen=True)

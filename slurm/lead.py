@@ -6,7 +6,7 @@ import math
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretrain.run.rows import read_rows
+from pretrain.run.metric_rows import read_rows
 
 # Slurm looks at time limits, and thus sends signals, every 30 s, and says itself that one may come 60 s late.
 _LATE_BY_S = 60.0

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config.base import Config, EffectiveWhen
 from pretrain.config.loader import load_as
 from pretrain.errors import ConfigError
 from slurm.quoting import refuse_unfit

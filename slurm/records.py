@@ -24,7 +24,7 @@ from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import now
-from pretrain.run.rows import read_rows
+from pretrain.run.metric_rows import read_rows
 from slurm.policy import Action, Attempt, Cause, Decision, Ended
 
 _CHAIN = "chain"

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.config.memory import MemoryConfig
 from megamem.families.registry import family_of
-from megamem.memory_config import MemoryConfig
 
 # Largest error over the largest element of the reference: of outputs, and of gradients.
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 
 
 def some_inputs(hidden: Tensor) -> Inputs:

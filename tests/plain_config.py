@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from megamem.config_base import Config
+from megamem.config.base import Config
 from pretrain.config.loader import settle
 from pretrain.config.source import Layer, from_plain
 

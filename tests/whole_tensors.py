@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from tests.in_memory import InMemory
 
 

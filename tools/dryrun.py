@@ -29,7 +29,7 @@ examples:
   megamem dryrun configs/ultramemv2/2.5b_120b_top256.yaml --world-size 512 --all-stages parallel.memory=16
   megamem dryrun configs/ultramemv2/227m_1.2b.yaml --world-size 8 --as-gpu
 
-Takes a second or so per memory layer and microbatch. Its limits are in docs/planning.md.
+Takes some 0.2 s per memory layer and microbatch. Its limits are in docs/planning.md.
 """
 
 

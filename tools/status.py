@@ -18,7 +18,7 @@ from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
 from pretrain.run.folder import RunFolder
-from pretrain.run.rows import note_bad_row, parse_row
+from pretrain.run.metric_rows import note_bad_row, parse_row
 from pretrain.train.health.memories import NUM_OBSERVED, describe_faults, figures_by_block, find_faults
 from slurm.job_status import jobs_standing
 from slurm.times import AttemptTimes, attempt_times

@@ -132,7 +132,7 @@ def train_rank(
     from pretrain.train.callbacks import default_callbacks
     from pretrain.train.loop import train
     from pretrain.train.run import owning
-    from pretrain.train.stages import train_stages
+    from pretrain.train.stage_loop import train_stages
 
     asked = trained or stages
     with session(*asked) as groups, owning(folder) as owner:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lab.analysis.deciles import NUM_BINS
-from megamem.controls import ControlledLookup
+from megamem.banks.controls import ControlledLookup
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
@@ -75,7 +75,7 @@ def losses_without_layers(
 
 @contextmanager
 def reading_others(chunks: Sequence[MemoryGPTModel]) -> Iterator[None]:
-    """Within it, every token reads the rows that one of another sequence asks for (`megamem.controls`)."""
+    """Within it, every token reads the rows that one of another sequence asks for (`megamem.banks.controls`)."""
     # Chunks of one rank share what reads for all layers together.
     found: list[Any] = [reader for chunk in chunks for reader in (*chunk.memory_layers, *chunk.read_together)]
     readers = list(dict.fromkeys(found))

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lab.analysis.routing import show
-from megamem.halo import UNCUT
-from megamem.inputs import Inputs
+from megamem.chunk.halo import UNCUT
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import Ngrams
 from megamem.layers.layer import MemoryLayer
-from megamem.memory_config import Ngrams
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import DatasetEntry

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lab.analysis.deciles import NUM_BINS
 from megamem.attention.documents import document_bounds
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups

@@ -16,7 +16,7 @@ from pretrain.engine.session import session
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.step import Cost, Part, part_costs
+from pretrain.planning.costs.part_costs import Cost, Part, part_costs
 from pretrain.planning.costs.timing import StepTime, TimePart, step_time
 from pretrain.planning.costs.twins import dense_twin, experts_twin
 

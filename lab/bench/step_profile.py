@@ -26,18 +26,18 @@ from kernels.select import Kernels, assemble
 from lab.bench.device_activity import DeviceActivity, device_activity
 from lab.bench.synthetic_run import SyntheticRun
 from lab.bench.timeline import RangeTimes, Timeline
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from megamem.blocks.memory_sites import FfnWithMemory
+from megamem.chunk.side_stream import SideStream
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
-from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups, barrier
 from pretrain.config.schema import RunConfig
 from pretrain.engine.chunks import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.session import relaid
-from pretrain.planning.costs.step import Part
+from pretrain.planning.costs.part_costs import Part
 
 
 class StepPhase(StrEnum):

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megamem.bank import Columns
+from megamem.banks.bank import Columns
 from megamem.model import MemoryGPTModel
 from megamem.placement.sharing import BankSpec
 from megamem.token_tables.codec import PlainRows

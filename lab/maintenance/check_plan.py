@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamem import start
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
+from megamem.parameters.trained_part import ALL
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
-from megamem.trained_part import ALL
 from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages

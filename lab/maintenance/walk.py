@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from megamem.config_base import Config, field_specs
+from megamem.config.base import Config, field_specs
 from parallel.machine.devices import hide_gpus
 from parallel.processes.launch import launch_ranks
 from pretrain.config.bases import read_with_bases

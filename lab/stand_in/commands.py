@@ -24,7 +24,7 @@ from lab.stand_in.host_traffic import HostTraffic
 from lab.stand_in.order_watch import OrderWatch
 from parallel.groups import ParallelSizes
 from pretrain.checkpoint import loading
-from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.run_entries import entries_to_save, restore_run
 from pretrain.checkpoint.staging import StagingBuffer, placed
 from pretrain.checkpoint.store.tensors import pieces
 from pretrain.checkpoint.write_plan import ITEM_BYTES, data_of, held_shards, with_storage_of_its_own
@@ -114,7 +114,7 @@ def restoring(rank: DryRank, gpu: StandInGpu) -> CommandTraffic:
     saved: Any = SimpleNamespace(path=Path(), weights_dtype=None, run=RunState())
     with (
         _storages_told_apart(),
-        patch("pretrain.checkpoint.run.load", load),
+        patch("pretrain.checkpoint.run_entries.load", load),
         HostTraffic(gpu).watching() as watch,
     ):
         restore_run(saved, rank.chunks, rank.optimizer)

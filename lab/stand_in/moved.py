@@ -194,4 +194,4 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "rotated_heads_kernel": _turned,
     "rotated_heads_gradients_kernel": _turned_back,
 }
-"""Formulas of all kernels but those of lookups, which are in `pretrain.planning.costs.rows`."""
+"""Formulas of all kernels but those of lookups, which are in `pretrain.planning.costs.row_seconds`."""

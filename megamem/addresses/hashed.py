@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.ngram_hashes.op import NgramHashes
 from megamem.addresses.ngrams import MISSING_ID, Hashes, NgramAddressConfig
-from megamem.halo import Halo, extended_in_one
+from megamem.chunk.halo import Halo, extended_in_one
 
 
 class HashedNgrams(nn.Module):
@@ -60,7 +60,7 @@ class _Hashed(nn.Module):
             self.register_buffer(name, torch.tensor(number, dtype=torch.int64, device=device), persistent=False)
 
     def forward(self, extended: Tensor, positions: Tensor) -> Tensor:
-        """[A, s, b] of ids behind their halos (`megamem.halo.extended_in_one`) and positions [s, b]."""
+        """[A, s, b] of ids behind their halos (`megamem.chunk.halo.extended_in_one`) and positions [s, b]."""
         return self.ngram_hashes(
             extended,
             positions,

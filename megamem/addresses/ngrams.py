@@ -18,7 +18,7 @@ from annotated_types import Ge, Le
 from pydantic import NonNegativeInt, PositiveInt
 
 from megamem.addresses.primes import largest_prime
-from megamem.config_base import Advice, Config, EffectiveWhen
+from megamem.config.base import Advice, Config, EffectiveWhen
 
 MISSING_ID = 0
 """Id that stands for what is before the start of a sequence, in all published codes."""

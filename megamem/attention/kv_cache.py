@@ -64,7 +64,7 @@ class KeyValueCache:
         return tuple(tensor[: self.num_tokens] for tensor in self._layers[layer_number])
 
     def halo(self, owner: Hashable) -> CachedHalo:
-        """Reaches the tokens before the new ones, of what one owner has shown it; see `megamem.halo.Halo`."""
+        """Reaches the tokens before the new ones, of what one owner has shown it; see `megamem.chunk.halo.Halo`."""
         return CachedHalo(self._last, owner)
 
     def advance(self, num_tokens: int) -> None:
@@ -105,7 +105,7 @@ class CachedHalo:
         self._last, self._owner = last, owner
 
     def extended(self, x: Tensor, width: int) -> tuple[Tensor, ...]:
-        """See `megamem.halo.Halo.extended`."""
+        """See `megamem.chunk.halo.Halo.extended`."""
         before = self._last.get(self._owner)
         whole = torch.cat((x.new_zeros(width, *x.shape[1:]) if before is None else before, x))
         self._last[self._owner] = whole[len(whole) - width :].clone()

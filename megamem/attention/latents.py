@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from kernels.rotated_heads.op import RotatedHeads
 from megamem.attention.core import SdpaCoreAttention, last_token_attention
 from megamem.attention.kv_cache import KeyValueCache
-from megamem.config import LatentAttentionConfig
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import LatentAttentionConfig
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import PositiveFloat, PositiveInt
 
-from megamem.config_base import Advice, Config, EffectiveWhen
+from megamem.config.base import Advice, Config, EffectiveWhen
 
 _Yarn = EffectiveWhen(lambda c: c.kind == "yarn", "rotary_scaling.kind is yarn")
 _Llama3 = EffectiveWhen(lambda c: c.kind == "llama3", "rotary_scaling.kind is llama3")

@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from megamem.attention.latents import LatentAttention
-from megamem.parameters import Matrices
+from megamem.parameters.declaration import Matrices
 
 
 def backbone_matrices(model: nn.Module) -> dict[nn.Parameter, Matrices]:

@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from megamem.backbone.matrices import backbone_matrices
-from megamem.parameters import ReducedOver, declare, parameter_device
-from megamem.width_config import Width
+from megamem.config.width import Width
+from megamem.parameters.declaration import ReducedOver, declare, parameter_device
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 """The router's losses by their names in metrics."""
@@ -89,7 +89,7 @@ class Router(TopKRouter):
     for the microbatch's, which divides both losses by the size of the tensor- and context-parallel group.
 
     The balance loss is a product of statistics of `balance_sequences` consecutive sequences, for the reasons that
-    `megamem.losses` gives: with 1 it is Megatron's seq_aux_loss, with all of a microbatch its aux_loss.
+    `megamem.layers.losses` gives: with 1 it is Megatron's seq_aux_loss, with all of a microbatch its aux_loss.
 
     Attributes:
         balance_sequences: number of consecutive sequences; divides those of a microbatch.

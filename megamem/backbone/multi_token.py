@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from megamem.backbone.chunked_loss import ChunkedLoss
 from megamem.backbone.parts import Parts
 from megamem.blocks.block import Block, BlockState
-from megamem.config import MultiTokenConfig
-from megamem.inputs import Inputs
-from megamem.losses import inject
-from megamem.parameters import Matrices, ReducedOver, declare, parameter_device
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import MultiTokenConfig
+from megamem.config.width import Width
+from megamem.layers.losses import inject
+from megamem.parameters.declaration import Matrices, ReducedOver, declare, parameter_device
 from megamem.placement.block_plan import PLAIN
-from megamem.width_config import Width
 
 
 def tokens_ahead(labels: Tensor, loss_mask: Tensor, positions: Tensor, depth: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from kernels.rms_norm.op import RmsNorm, torch_rms_norm
-from megamem.parameters import ReducedOver, declare, parameter_device
+from megamem.parameters.declaration import ReducedOver, declare, parameter_device
 
 
 class RMSNorm(nn.Module):

@@ -15,11 +15,11 @@ from torch import nn
 from kernels.rotated_heads.op import RotatedHeads
 from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention, LatentAttentionSubmodules
-from megamem.config import LatentAttentionConfig
+from megamem.chunk.side_stream import SideStream
+from megamem.config.model import LatentAttentionConfig
 from megamem.placement.block_plan import BlockPlan
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.slots import SKIP
-from megamem.side_stream import SideStream
 
 
 @dataclass

@@ -20,8 +20,8 @@ from megamem.backbone.moe import moe_spec
 from megamem.backbone.norm import HeadNorm
 from megamem.backbone.parts import Parts
 from megamem.backbone.swiglu import activation_of
-from megamem.config import ModelConfig, MoEConfig
-from megamem.machinery import Machinery
+from megamem.chunk.machinery import Machinery
+from megamem.config.model import ModelConfig, MoEConfig
 
 
 def backbone_parts(config: TransformerConfig, model: ModelConfig, machinery: Machinery) -> Parts:

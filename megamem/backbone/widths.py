@@ -12,8 +12,8 @@ from torch import nn
 
 from megamem.attention.latents import LatentAttention
 from megamem.backbone.multi_token import MultiTokenPrediction
-from megamem.parameters import set_width
-from megamem.width_config import Width
+from megamem.config.width import Width
+from megamem.parameters.declaration import set_width
 
 
 def set_backbone_widths(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megamem.backbone.parts import BlockParts
 from megamem.blocks.memory_sites import FfnWithMemory
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.placement.block_plan import BlockPlan
 from megamem.residual_streams.recomputed import RecomputedStreams
 from megamem.residual_streams.site import OneStream, StreamSite

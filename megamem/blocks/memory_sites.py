@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamem.backbone.parts import Site
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
+from megamem.chunk.side_stream import SideStream
 from megamem.placement.slots import EMBEDDING
-from megamem.side_stream import SideStream
 
 
 class MemorySite(nn.Module):

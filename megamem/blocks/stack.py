@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.blocks.block import Block, BlockState
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.make import make_end
 from megamem.residual_streams.message import as_message, from_message

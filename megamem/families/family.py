@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.initialisation.distributions import Distribution
-from megamem.layer_costs import LayerCosts
-from megamem.memory_config import MemoryConfig
+from megamem.layers.costs import LayerCosts
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.sharing import LayerView
-from megamem.releases import ReleasedModule, ReleasedNames
+from megamem.releases.release import ReleasedModule, ReleasedNames
 
 if TYPE_CHECKING:
     # Torch and Megatron take seconds to load, and a configuration is read without them.

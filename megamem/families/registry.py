@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megamem.config.memory import MemoryConfig
 from megamem.families.engram.family import ENGRAM
 from megamem.families.family import Family
 from megamem.families.lave.family import LAVE
@@ -21,7 +22,6 @@ from megamem.families.tide.family import TIDE
 from megamem.families.ultramem.family import ULTRAMEM
 from megamem.families.ultramem_v2.family import ULTRAMEM_V2
 from megamem.families.value_ngrams.family import VALUE_NGRAMS
-from megamem.memory_config import MemoryConfig
 
 FAMILIES: dict[str, Family[Any]] = {
     family.kind: family

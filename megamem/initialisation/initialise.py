@@ -14,18 +14,18 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
-from megamem.bank import Bank
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
+from megamem.config.width import Width
 from megamem.families.registry import family_of
 from megamem.initialisation.distributions import Constant, Distribution, Normal
 from megamem.initialisation.random_fill import fill
 from megamem.layers.layer import MemoryLayer
-from megamem.memory_config import MemoryConfig
+from megamem.parameters.shards import walk_shards
 from megamem.placement.block_plan import starts_at_zero
 from megamem.residual_streams.initial import distribution as streams_distribution
 from megamem.residual_streams.site import StreamSite
-from megamem.shards import walk_shards
-from megamem.width_config import Width
 
 
 def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:

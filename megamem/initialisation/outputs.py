@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.select import select_kernels
-from megamem.bank import Bank, TableLookup
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank, TableLookup
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.initialise import distribution_of, table_std
 from megamem.initialisation.random_fill import fill, normal_rows
-from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import BankSpec
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens

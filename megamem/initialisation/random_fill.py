@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 from megamem.initialisation.distributions import Constant, Distribution, Normal, Uniform
 
 # Temporaries are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.

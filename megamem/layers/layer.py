@@ -16,16 +16,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.bank import TableLookup
-from megamem.config import ModelConfig
-from megamem.halo import UNCUT, Halo
-from megamem.inputs import Inputs
-from megamem.losses import AuxiliaryLosses, begin_losses
-from megamem.memory_config import MemoryConfig
-from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
+from megamem.banks.bank import TableLookup
+from megamem.chunk.halo import UNCUT, Halo
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
+from megamem.config.width import Width
+from megamem.layers.losses import AuxiliaryLosses, begin_losses
+from megamem.layers.usage import ReadObserver
+from megamem.parameters.declaration import GroupName, Matrices, ReducedOver, declare, parameter_device
 from megamem.placement.sharing import LayerView
-from megamem.usage import ReadObserver
-from megamem.width_config import Width
 
 
 @dataclass(frozen=True)

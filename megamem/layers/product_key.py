@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from kernels.kept_scores import kept_scores
 from kernels.product_topk.op import ProductTopk, torch_product_topk
+from megamem.config.width import Width
 from megamem.layers.key_products import key_products
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.retrieval.config import ProductKeyConfig
-from megamem.width_config import Width
 
 
 def retrieve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamem.bank import TableLookup
+from megamem.banks.bank import TableLookup
 
 
 def read_apart(lookup: TableLookup, rows: Tensor, dtype: torch.dtype) -> Tensor:

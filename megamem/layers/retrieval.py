@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.retrieval.config import RetrievalConfig
 

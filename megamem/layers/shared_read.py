@@ -14,10 +14,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megamem.bank import TableLookup
-from megamem.inputs import Inputs
-from megamem.memory_config import MemoryConfig
-from megamem.parameters import Copy, ReducedOver, declare, mark_copy, parameter_device
+from megamem.banks.bank import TableLookup
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import MemoryConfig
+from megamem.parameters.declaration import Copy, ReducedOver, declare, mark_copy, parameter_device
 
 
 class SharedRead(MegatronModule):

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from kernels.tucker_scores.op import TuckerScores, torch_tucker_scores
 from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
-from megamem.config import ModelConfig
+from megamem.banks.shuffle import KeyedShuffle, random_permutation
+from megamem.config.model import ModelConfig
+from megamem.config.width import Width
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
 from megamem.layers.key_products import key_products
@@ -27,8 +29,6 @@ from megamem.layers.layer import ScoreCalibration
 from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.initial import memory_variance
-from megamem.shuffle import KeyedShuffle, random_permutation
-from megamem.width_config import Width
 
 # Tokens that retrieve in a calibration.
 _SAMPLE_TOKENS = 128

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.slots import BESIDE, ENTRY, Slot
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span, count_memory_layers, resolve_placement

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import PositiveInt
 
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config.base import Config, EffectiveWhen
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import PositiveInt
 
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config.base import Config, EffectiveWhen
 
 _KEY = "model.memory.placement.spans"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import PositiveFloat, PositiveInt
 
-from megamem.config_base import Advice, Config, EffectiveWhen
+from megamem.config.base import Advice, Config, EffectiveWhen
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a module's parameters by their own names."""

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kernels.select import Kernels
-from megamem.width_config import Width
+from megamem.config.width import Width
 
 from .config import ResidualStreamsConfig
 from .operations import gated_mean, stream_norm, wide_dtype, wide_product

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
+from megamem.config.width import Width
 from megamem.initialisation.distributions import Constant, Distribution, Normal
-from megamem.width_config import Width
 
 from .config import ResidualStreamsConfig
 

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from kernels.select import Kernels
-from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
-from megamem.width_config import Width
+from megamem.config.width import Width
+from megamem.parameters.declaration import GroupName, Matrices, ReducedOver, declare, parameter_device
 
 from .config import ResidualStreamsConfig, Shapes
 from .operations import wide_dtype

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from megamem.config_base import EffectiveWhen, LossWeight
-from megamem.identity import Role
-from megamem.memory_config import Backbone, LookupShape, LossWeights, MemoryConfig, ObservedQuantities, Scoring, Table
+from megamem.config.base import EffectiveWhen, LossWeight
+from megamem.config.identity import Role
+from megamem.config.memory import Backbone, LookupShape, LossWeights, MemoryConfig, ObservedQuantities, Scoring, Table
 from megamem.placement.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]

@@ -6,8 +6,8 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
-from megamem.layer_costs import LayerCosts
+from megamem.config.model import ModelConfig
+from megamem.layers.costs import LayerCosts
 from megamem.placement.sharing import LayerView
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.initialisation.distributions import Constant, Distribution, Normal, Uniform, symmetric
 from megamem.placement.block_plan import starts_at_zero
 from megamem.retrieval.config import ProductKeyConfig, TuckerConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from megamem.memory_config import MemoryConfig
-from megamem.releases import ReleasedNames
+from megamem.config.memory import MemoryConfig
+from megamem.releases.release import ReleasedNames
 from megamem.retrieval.config import ProductKeyConfig
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megamem.attention.kv_cache import CachingSelfAttention
 from megamem.attention.latents import LatentAttention
 from megamem.backbone.parts import BlockParts, Parts, Site
 from megamem.blocks.memory_sites import MemorySite
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 
 
 def edit_values(block: BlockParts, site: Site, parts: Parts) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import PositiveInt
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config_base import EffectiveWhen
-from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Scoring, Table
+from megamem.config.base import EffectiveWhen
+from megamem.config.memory import Backbone, LookupShape, MemoryConfig, Scoring, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import Slot
 from megamem.placement.spans import Span

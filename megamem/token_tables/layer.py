@@ -17,10 +17,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megamem.addresses.hashed import HashedNgrams
-from megamem.halo import UNCUT, Halo
-from megamem.inputs import Inputs
+from megamem.chunk.halo import UNCUT, Halo
+from megamem.chunk.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
-from megamem.parameters import parameter_device
+from megamem.parameters.declaration import parameter_device
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.rows import rows_of_addresses, rows_of_inputs
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.initialisation.distributions import Constant, Distribution
-from megamem.layer_costs import LayerCosts
+from megamem.layers.costs import LayerCosts
 from megamem.placement.sharing import LayerView
 from megamem.token_tables.config import MixedValuesConfig
 

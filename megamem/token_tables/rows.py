@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.token_tables.config import TokenTableConfig
 
 

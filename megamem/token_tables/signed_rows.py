@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megamem.addresses.signs import sign_patterns
-from megamem.bank import TableLookup
-from megamem.inputs import Inputs
+from megamem.banks.bank import TableLookup
+from megamem.chunk.inputs import Inputs
 from megamem.layers.read_apart import read_apart
-from megamem.parameters import parameter_device
+from megamem.parameters.declaration import parameter_device
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.layer import TokenTableLayer
 

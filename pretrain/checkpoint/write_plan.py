@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch import Tensor
 
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
 
 ITEM_BYTES = 1 << 26

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 
 Way: TypeAlias = Literal["gather", "heads", "ring"]

@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megamem.config_base import KIND, Config, FieldSpec
+from megamem.config.base import KIND, Config, FieldSpec
 from pretrain.config.keys import ELEMENT, RUN_RULES, fields_of, only_for, variants_of
 from pretrain.config.schema import RunConfig
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamem.config_base import Advice, Config, EffectiveWhen
+from megamem.config.base import Advice, Config, EffectiveWhen
 
 _ON = EffectiveWhen(lambda c: c.action != "none", "health.spikes.action is skip or rewind")
 _REWINDS = EffectiveWhen(lambda c: c.action == "rewind", "health.spikes.action is rewind")

@@ -14,10 +14,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
-from megamem.config_base import KIND, Config, FieldSpec, field_specs
+from megamem.config.base import KIND, Config, FieldSpec, field_specs
+from megamem.config.identity import Role
+from megamem.config.memory import MemoryConfig
 from megamem.families.registry import FAMILIES
-from megamem.identity import Role
-from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 
 ELEMENT = "N"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
 from megamem.placement.block_plan import UncutBlocks, unsplittable_units
 from megamem.retrieval.config import RetrievalConfig
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units

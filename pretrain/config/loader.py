@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megamem.config_base import KIND, Config, FieldSpec, field_specs
+from megamem.config.base import KIND, Config, FieldSpec, field_specs
 from pretrain.config.bases import BASE_KEY, read_with_bases
 from pretrain.config.keys import (
     KINDS,

@@ -15,7 +15,7 @@ from pretrain.config.updates import MUON
 
 if TYPE_CHECKING:
     # It imports torch, and code that checks or draws a schedule does not.
-    from megamem.parameters import GroupName
+    from megamem.parameters.declaration import GroupName
 
 
 def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:

@@ -1,6 +1,6 @@
 """The configuration of a run. The docstring under a field is its help text.
 
-See `megamem.config_base` for limits and conditional fields, and `megamem.identity.Role` for what a resume may change.
+See `megamem.config.base` for limits and conditional fields, and `megamem.config.identity.Role` for what a resume may change.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from annotated_types import Le, Lt
 from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from kernels.implementations import Implementation
-from megamem.config import ModelConfig
-from megamem.config_base import Advice, Config, EffectiveWhen
-from megamem.identity import Role
-from megamem.trained_part import Trained
+from megamem.config.base import Advice, Config, EffectiveWhen
+from megamem.config.identity import Role
+from megamem.config.model import ModelConfig
+from megamem.parameters.trained_part import Trained
 from pretrain.config.health import HealthConfig
 
 Seed = Annotated[

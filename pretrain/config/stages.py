@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PositiveInt
 
-from megamem.config_base import Advice, Config, field_specs
-from megamem.identity import Role
+from megamem.config.base import Advice, Config, field_specs
+from megamem.config.identity import Role
 from pretrain.config.bases import read_with_bases
 from pretrain.config.keys import role_of
 from pretrain.config.loader import build, config_changes, join_problems, settle, to_dict

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # It imports torch, and code that plans or checks does not.
-    from megamem.parameters import GroupName
+    from megamem.parameters.declaration import GroupName
     from pretrain.config.schema import OptimizerConfig
 
 STATE_PREFIX = "optimizer.state."

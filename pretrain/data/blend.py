@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
 from pretrain.data.tokenizer import Tokenizer

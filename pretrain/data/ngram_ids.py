@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.data.compression import canonical_key
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megamem.backbone.moe import ROUTER_LOSS_NAMES
-from megamem.losses import LOSS_NAMES
-from megamem.usage import block_number
+from megamem.layers.losses import LOSS_NAMES
+from megamem.layers.usage import block_number
 from pretrain.engine.chunks import Chunk, unwrap
 
 

@@ -25,12 +25,12 @@ from kernels.select import Kernels, select_kernels
 from megamem.backbone.matrices import backbone_matrices
 from megamem.backbone.norm import ApexRMSNorm, RMSNorm
 from megamem.backbone.widths import set_backbone_widths
+from megamem.chunk.machinery import Machinery
+from megamem.chunk.side_stream import HIGH_PRIORITY, SideStream
 from megamem.initialisation.initialise import initialise
-from megamem.machinery import Machinery
 from megamem.model import MemoryGPTModel
-from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
-from megamem.side_stream import HIGH_PRIORITY, SideStream
-from megamem.trained_part import TrainedPart
+from megamem.parameters.declaration import Copy, GroupName, ReducedOver, declare, is_declared
+from megamem.parameters.trained_part import TrainedPart
 from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
 from parallel.halo import halo_of, hidden_halo
@@ -44,9 +44,9 @@ from pretrain.config.updates import has_bf16_gradients
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.engine.sole_owners import spare_sole_owners
 from pretrain.engine.tables.bf16_gradients import add_tables
+from pretrain.engine.tables.gradient_timing import add_after_last_lookup, add_beside_backward, make_gradient_stream
 from pretrain.engine.tables.row_gradients import apart_from_ddp, count_repeats
 from pretrain.engine.tables.stored_tables import StoredTables
-from pretrain.engine.tables.table_gradients import add_after_last_lookup, add_beside_backward, make_gradient_stream
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from kernels.common.main_grad import MainGradient
 from kernels.common.table_gradient import gradient_of
-from megamem.parameters import GroupName, group_of, is_on_every_stage, matrices_of, width_of
+from megamem.parameters.declaration import GroupName, group_of, is_on_every_stage, matrices_of, width_of
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import (

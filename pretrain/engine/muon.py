@@ -31,8 +31,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from megamem.parameters import matrices_of, tensor_dim_of, width_of
-from megamem.width_config import WidthRules
+from megamem.config.width import WidthRules
+from megamem.parameters.declaration import matrices_of, tensor_dim_of, width_of
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import MUON, orthogonalisation_flops
 from pretrain.engine.newton_schulz import orthogonalised

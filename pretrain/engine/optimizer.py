@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megamem.parameters import GroupName
+from megamem.parameters.declaration import GroupName
 from pretrain.config.updates import TABLE_GROUPS
 from pretrain.engine.gradient_norms import GradientNorms, scale_to, sum_in_any_order, sums_of_squares
 from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries

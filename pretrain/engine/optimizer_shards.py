@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from pretrain.config.updates import STATE_PREFIX
 from pretrain.rectangles import rectangles_of_range
 

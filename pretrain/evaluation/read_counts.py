@@ -24,7 +24,7 @@ from pretrain.progress import Progress
 
 @dataclass(frozen=True)
 class _LayerReads:
-    """Rows that a layer shows, a tensor [T, J] per microbatch (`megamem.usage.ReadObserver`)."""
+    """Rows that a layer shows, a tensor [T, J] per microbatch (`megamem.layers.usage.ReadObserver`)."""
 
     bank: int
     rows: list[Tensor] = field(default_factory=list)

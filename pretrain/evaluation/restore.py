@@ -10,7 +10,7 @@ from parallel.groups import ParallelGroups
 from parallel.sharded_bank import FetchRows
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.newest import refuse_damage
-from pretrain.checkpoint.run import load_weights
+from pretrain.checkpoint.run_entries import load_weights
 from pretrain.checkpoint.safe_metadata import files_with_weights
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.apex import without_apex

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megamem.bank import Columns
+from megamem.banks.bank import Columns
 from megamem.placement.sharing import BankSpec
 from megamem.token_tables.codec import FactoredRows, RowBlocks, RowCodec, make_codec
 from megamem.token_tables.config import TokenTableConfig

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.initialisation.distributions import Constant
 from megamem.initialisation.initialise import distribution_of
 from megamem.initialisation.outputs import build_layer, initialised_layer
-from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.convert.format import OpenedCheckpoint

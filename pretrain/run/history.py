@@ -10,7 +10,7 @@ from typing import BinaryIO, TypeAlias
 
 from parallel.machine.refusals import naming
 from pretrain.run.folder import RunFolder
-from pretrain.run.rows import note_bad_row, numbered_rows
+from pretrain.run.metric_rows import note_bad_row, numbered_rows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from parallel.machine.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
 from pretrain.checkpoint.folder import SavedState, newest_readable, refuse_taken_names
 from pretrain.checkpoint.newest import newest_complete
@@ -24,7 +24,7 @@ from pretrain.data.ngram_ids import check_token_maps
 from pretrain.errors import ConfigError, UserError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.read_rows import lies_in_files
+from pretrain.planning.costs.row_bytes import lies_in_files
 from pretrain.planning.costs.state import dense_state, elements_of_tables, saved_by_matrices, table_state
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from megamem.identity import Role
+from megamem.config.identity import Role
 from parallel.machine.atomic_write import atomic_write
 from pretrain.checkpoint.folder import SavedState, list_checkpoints, read_state, step_folder, step_named
 from pretrain.checkpoint.newest import damaged_files, newest_complete, no_damage, refuse_damage, the_newest
@@ -149,7 +149,7 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
         "key: before -> now" of every difference, but for the place of a stage.
 
     Raises:
-        CheckpointError: the two differ in what makes the model (`megamem.identity.Role`): this would be another run.
+        CheckpointError: the two differ in what makes the model (`megamem.config.identity.Role`): this would be another run.
     """
     before = saved_config(saved, None)
     changes = config_changes(before, config)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megamem.layers.usage import UsageCollector
 from megamem.placement.block_plan import paired_in_attention
-from megamem.usage import UsageCollector
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.engine.chunks import unwrap
 from pretrain.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate

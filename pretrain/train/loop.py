@@ -10,7 +10,7 @@ from statistics import fmean
 from megatron.core import tensor_parallel
 
 from megamem.backbone.moe import ROUTER_LOSS_NAMES
-from megamem.parameters import GroupName
+from megamem.parameters.declaration import GroupName
 from pretrain.config.schedule import apply_schedule, group_settings
 from pretrain.config.updates import MUON
 from pretrain.engine.nonfinite import describe_non_finite

@@ -15,7 +15,7 @@ from parallel.groups import ParallelGroups, barrier
 from parallel.machine.atomic_write import atomic_write
 from pretrain.checkpoint.folder import SavedState, read_state, refuse_taken_names, step_folder
 from pretrain.checkpoint.newest import newest_complete, nothing_complete, refuse_damage
-from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.run_entries import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.loader import to_yaml
@@ -39,9 +39,9 @@ from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
+from pretrain.run.metric_rows import numbered_rows
 from pretrain.run.owner import Owner, owned
 from pretrain.run.preflight import check_gpu_memory
-from pretrain.run.rows import numbered_rows
 from pretrain.run.saved_run import check_resumable, lost_of_tables, ranks_were_started
 from pretrain.run.trained_data import check_trained_data, data_read, going_on
 from pretrain.state import RunState

@@ -19,7 +19,7 @@ from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.evaluation.evaluate import Evaluation
-from pretrain.run.rows import NumberedRow, numbered_rows
+from pretrain.run.metric_rows import NumberedRow, numbered_rows
 from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.run import Run
 

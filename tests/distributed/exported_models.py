@@ -14,7 +14,7 @@ from huggingface_models import BOUNDARIES, TOKEN_MAP, VOCAB_SIZE
 from tiny_runs import SHARED, build_chunks, joined
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
 from pretrain.data.tokenizer import ByteTokenizer

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 
 OF_LATENTS = {"linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"}
 OF_MEMORIES = {"query_proj", "key_proj", "value_proj", "pre_value_proj", "silu_gate", "down_proj"}

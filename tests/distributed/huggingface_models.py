@@ -9,7 +9,7 @@ from tiny_runs import MEMORY, SHARED
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig

@@ -20,7 +20,7 @@ from pretrain.config.settled import settled
 from pretrain.engine.build import build_unset_chunks
 from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
 from pretrain.engine.session import relaid, session
-from pretrain.engine.tables.table_gradients import make_gradient_stream
+from pretrain.engine.tables.gradient_timing import make_gradient_stream
 from pretrain.errors import ConfigError
 from pretrain.train.loop import take_step
 

@@ -26,8 +26,8 @@ from keys_table import (
 from torch import Tensor
 
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, MoEConfig, MultiTokenConfig
-from megamem.width_config import MupConfig
+from megamem.config.model import LatentAttentionConfig, MoEConfig, MultiTokenConfig
+from megamem.config.width import MupConfig
 
 MODEL = Table()
 FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megamem.attention.rotary import rotary_turns
 from megamem.blocks.block import BlockState
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 

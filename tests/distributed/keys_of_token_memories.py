@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.attention.rotary import rotary_turns
-from megamem.config import LatentAttentionConfig
+from megamem.chunk.halo import UNCUT, WholeSequences
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import LatentAttentionConfig
 from megamem.families.engram.hashing import numpy_multipliers, splitmix_multipliers
-from megamem.halo import UNCUT, WholeSequences
-from megamem.inputs import Inputs
 from megamem.placement.spans import PlacementConfig
 
 TOKEN_MEMORIES = Table()

@@ -19,11 +19,11 @@ import torch
 from tiny_runs import VOCAB_SIZE, TinyRun, build
 from torch import Tensor
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.registry import FAMILIES
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import MemoryLayer
-from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig

@@ -13,7 +13,7 @@ import torch
 from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig, TrainConfig

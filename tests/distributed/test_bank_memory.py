@@ -13,7 +13,7 @@ from kernels.select import select_kernels
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
-from megamem.parameters import Copy
+from megamem.parameters.declaration import Copy
 from megamem.placement.sharing import BankSpec
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu

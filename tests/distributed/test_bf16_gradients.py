@@ -20,7 +20,7 @@ from kernels.common.main_grad import MainGradient
 from kernels.common.table_gradient import gradient_of
 from kernels.common.tables import SegmentAccumulate, table_gradient
 from kernels.select import implementation_of
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamem.attention.core import SdpaCoreAttention
 from megamem.attention.documents import document_bounds
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from parallel.context import GatheredAttention, gather_sequence, own_tokens
 from parallel.context_heads import HeadAttention
 from parallel.context_ring import RingAttention

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import Retrieved
 from pretrain.config.schema import DatasetEntry, ParallelConfig, RunConfig

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.registry import FAMILIES
-from megamem.memory_config import MemoryConfig
+from megamem.layers.usage import LayerUsage
 from megamem.model import MemoryGPTModel
-from megamem.parameters import group_of, matrices_of
-from megamem.usage import LayerUsage
+from megamem.parameters.declaration import group_of, matrices_of
 from parallel.groups import ParallelGroups
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schedule import group_settings

@@ -15,9 +15,9 @@ import torch
 from test_usage_rows import rows_of
 from tiny_runs import SHARED, joined, on, tiny_run
 
-from megamem.config import ModelConfig
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import ModelConfig
 from megamem.families.registry import FAMILIES
-from megamem.inputs import Inputs
 from pretrain.config.schema import LoggingConfig
 from pretrain.config.stages import load_config
 from pretrain.convert.huggingface.names import pairs

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megamem.blocks.memory_sites import FfnWithMemory
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
-from megamem.released_names import from_released
+from megamem.releases.names import from_released
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import RunConfig, TrainConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config

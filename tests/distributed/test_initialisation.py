@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.initialise import initialise

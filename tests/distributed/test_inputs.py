@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import ModelConfig
 from megamem.families.midus.config import BEHIND_HEADS
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
-from megamem.inputs import Inputs
 from megamem.model import MemoryGPTModel
 from megamem.placement.slots import BESIDE, INSTEAD, SKIP, Slot
 from megamem.placement.spans import PlacementConfig, Span

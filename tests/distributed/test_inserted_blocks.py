@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megamem.attention.rotary import rotary_turns
-from megamem.config import ModelConfig
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.inputs import Inputs
-from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megamem.attention.kv_cache import KeyValueCache
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, MoEConfig
+from megamem.config.model import LatentAttentionConfig, MoEConfig
 from megamem.model import MemoryGPTModel
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelGroups

@@ -23,10 +23,10 @@ from torch import Tensor
 from megamem.attention.core import SdpaCoreAttention
 from megamem.attention.rotary import rotary_turns
 from megamem.backbone.norm import RMSNorm
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
-from megamem.inputs import Inputs
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig, TrainConfig

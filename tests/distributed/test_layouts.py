@@ -15,7 +15,7 @@ import torch
 from tiny_runs import PRIVATE, SHARED, TinyRun, build, global_parameter_name, joined, on, tiny_run
 from torch import Tensor
 
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import transformer_config
 from tests.microbatch import some_inputs

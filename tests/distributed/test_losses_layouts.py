@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 
+from megamem.layers.usage import LayerMetrics, UsageCollector
 from megamem.placement.spans import PlacementConfig
-from megamem.usage import LayerMetrics, UsageCollector
 from pretrain.config.schema import RunConfig
 from pretrain.engine.step import evaluation_loss
 from pretrain.train.loop import take_step

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megamem.config import MultiTokenConfig
+from megamem.config.model import MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig

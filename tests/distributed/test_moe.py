@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.config import MoEConfig
+from megamem.config.model import MoEConfig
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
 from pretrain.config.schema import ParallelConfig, RunConfig

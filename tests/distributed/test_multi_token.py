@@ -15,7 +15,7 @@ from tiny_runs import MEMORY, SHARED, VOCAB_SIZE, build, joined, on, random_batc
 from torch import Tensor
 
 from megamem.attention.documents import document_bounds
-from megamem.config import ModelConfig, MultiTokenConfig
+from megamem.config.model import ModelConfig, MultiTokenConfig
 from pretrain.config.schema import DataConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.step import evaluation_loss

@@ -17,15 +17,15 @@ from test_moe import EXPERTS
 from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor, nn
 
-from megamem.config import LatentAttentionConfig
+from megamem.config.model import LatentAttentionConfig
+from megamem.config.width import MupConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.stem.config import StemConfig
-from megamem.parameters import matrices_of
+from megamem.parameters.declaration import matrices_of
 from megamem.placement.spans import PlacementConfig
-from megamem.width_config import MupConfig
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run
+from pretrain.checkpoint.run_entries import restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.engine import muon
 from pretrain.errors import CheckpointError

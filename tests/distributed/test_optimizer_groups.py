@@ -11,7 +11,7 @@ import torch
 from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_run
 from torch import Tensor, nn
 
-from megamem.parameters import GroupName, ReducedOver, declare, group_of
+from megamem.parameters.declaration import GroupName, ReducedOver, declare, group_of
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig
 from pretrain.engine.build_optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups

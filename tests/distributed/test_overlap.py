@@ -20,7 +20,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
 
-from megamem.config import MoEConfig
+from megamem.config.model import MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megamem.config import MoEConfig
+from megamem.config.model import MoEConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig

@@ -22,7 +22,7 @@ from test_token_layouts import KINDS as BY_TOKENS
 from tiny_runs import SHARED, VOCAB_SIZE
 
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, MultiTokenConfig
+from megamem.config.model import LatentAttentionConfig, MultiTokenConfig
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate

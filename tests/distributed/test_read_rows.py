@@ -23,7 +23,7 @@ from tiny_runs import PRIVATE, SHARED, build, joined, on, tiny_run
 from torch import Tensor
 
 from kernels.common.row_gradient import RowGradient, distinct_rows
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.table_gradients import with_chosen_gradients

@@ -23,9 +23,9 @@ from torch import Tensor
 from kernels.common import table_scale
 from kernels.common.row_gradient import DistinctRows
 from kernels.common.table_scale import FOLD, TableScale, scale_of
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from pretrain.checkpoint.derived import SCALE_PREFIX, main_name
-from pretrain.checkpoint.run import load_weights
+from pretrain.checkpoint.run_entries import load_weights
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.convert.listing import native_listing

@@ -1,6 +1,6 @@
 """Models of every family under the public codes' names and back, bit for bit.
 
-The oracle of the names is `megamem.released_names`, which is held to tensors that the releases recorded; the models'
+The oracle of the names is `megamem.releases.names`, which is held to tensors that the releases recorded; the models'
 own state says what must be there.
 """
 
@@ -15,18 +15,18 @@ import torch
 from tiny_runs import joined
 from torch import Tensor
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.banks.shuffle import KeyedShuffle
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
-from megamem.released_names import from_meta, from_released
-from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
-from megamem.shuffle import KeyedShuffle
+from megamem.releases.names import from_meta, from_released
+from megamem.releases.release import META_RELEASE, ULTRAMEMV2_RELEASE
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader
 from pretrain.checkpoint.store.tensors import Region

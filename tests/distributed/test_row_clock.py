@@ -17,7 +17,7 @@ from tiny_runs import TinyRun, joined, tiny_run
 from torch import Tensor
 
 from kernels.common.table_scale import scale_of
-from megamem.shards import walk_shards
+from megamem.parameters.shards import walk_shards
 from pretrain.config.schema import RunConfig
 
 NUM_STEPS = 4

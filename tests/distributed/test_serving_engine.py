@@ -36,7 +36,7 @@ from tiny_runs import SHARED, build_chunks, chunk_of, joined
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.bank import Bank, Columns
+from megamem.banks.bank import Bank, Columns
+from megamem.config.memory import MemoryConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation.distributions import Normal
 from megamem.initialisation.random_fill import fill
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import BankSpec
 from parallel.exchange import Exchange, gather_ids
 from parallel.layout import coefficients_per_rank

@@ -13,7 +13,7 @@ from tiny_runs import SHARED, on, tiny_run
 
 from pretrain.checkpoint import newest
 from pretrain.checkpoint.folder import STATE_FILE, read_state
-from pretrain.checkpoint.run import load_weights
+from pretrain.checkpoint.run_entries import load_weights
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 
 COPIED = replace(SHARED, checkpoint=replace(SHARED.checkpoint, weights_copy=True, writer_threads=1))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.model import MemoryGPTModel
 from megamem.placement.spans import PlacementConfig, Span

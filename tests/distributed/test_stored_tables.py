@@ -26,7 +26,7 @@ from test_read_rows import MODELS, REPLICAS, Trained, config_of, differences
 from tiny_runs import VOCAB_SIZE, TinyRun, build, joined, on
 
 from megamem.attention.documents import document_positions
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.groups import ParallelGroups

@@ -18,10 +18,10 @@ from test_token_layouts import LAYOUTS as TOKEN_LAYOUTS
 from tiny_runs import MEMORY, SHARED, answers_without_a_token, build, joined, on, second_steps, tiny_run
 from torch import Tensor
 
-from megamem.config import LatentAttentionConfig, MoEConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.schema import RunConfig

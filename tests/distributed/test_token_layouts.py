@@ -24,7 +24,8 @@ from tiny_runs import (
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, MoEConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import LatentAttentionConfig, MoEConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.mome.config import MomeConfig
@@ -34,9 +35,8 @@ from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
-from megamem.memory_config import MemoryConfig
+from megamem.parameters.shards import walk_shards
 from megamem.placement.spans import PlacementConfig
-from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
 
 # The second shows the weights after the first one's update, and steps by moments.

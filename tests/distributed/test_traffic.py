@@ -15,6 +15,7 @@ from tiny_runs import MEMORY, PRIVATE, SHARED, on, tiny_run
 from torch import Tensor
 
 from kernels.select import select_kernels
+from megamem.config.memory import MemoryConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
@@ -22,7 +23,6 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import BankSpec
 from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.families.midus.config import MidusConfig
+from megamem.parameters.trained_part import ALL, Trained
 from megamem.placement.spans import PlacementConfig
-from megamem.trained_part import ALL, Trained
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks

@@ -21,9 +21,9 @@ from test_stored_tables import on_samples
 from tiny_runs import VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
+from megamem.parameters.trained_part import Trained
 from megamem.placement.spans import PlacementConfig
-from megamem.trained_part import Trained
 from pretrain.config.schema import RunConfig, TrainedRowsConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
@@ -74,7 +74,7 @@ def save(arrays: dict[str, Tensor], path: Path) -> None:
 
 @dataclass
 class Reads:
-    """Reads that a memory layer shows, by row (see `megamem.usage.LayerUsage`)."""
+    """Reads that a memory layer shows, by row (see `megamem.layers.usage.LayerUsage`)."""
 
     counts: Counter[int]
 

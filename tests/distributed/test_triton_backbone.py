@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, MultiTokenConfig
+from megamem.config.model import LatentAttentionConfig, MultiTokenConfig
 from megamem.model import MemoryGPTModel
 from pretrain.config.schema import RunConfig
 

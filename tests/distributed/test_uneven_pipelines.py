@@ -16,7 +16,7 @@ from tiny_runs import PRIVATE, SHARED, on, save_run, tiny_run
 
 from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run
+from pretrain.checkpoint.run_entries import restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megamem.model import MemoryGPTModel
 from pretrain.checkpoint.folder import STATE_FILE, read_state
-from pretrain.checkpoint.run import load_weights, restore_run
+from pretrain.checkpoint.run_entries import load_weights, restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.engine import build
 from pretrain.engine.build import build_chunks, build_unset_chunks

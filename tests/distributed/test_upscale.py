@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run
+from pretrain.checkpoint.run_entries import restore_run
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.convert.convert import convert

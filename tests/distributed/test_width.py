@@ -23,7 +23,9 @@ from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.blocks.block import BlockState
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
+from megamem.config.width import MupConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
@@ -39,10 +41,8 @@ from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.value_ngrams.config import ValueNgramsConfig
-from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
-from megamem.width_config import MupConfig
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 

@@ -15,16 +15,16 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds, document_positions
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
+from megamem.parameters.shards import walk_shards
 from megamem.placement.sharing import SharingConfig
-from megamem.shards import walk_shards
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from parallel.machine.cpu import cuda_on_cpu
 from parallel.sharded_bank import announce_tokens
 from pretrain.checkpoint.folder import read_state, step_folder
-from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.run_entries import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.store.tensors import Region, TensorReader
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig

@@ -29,7 +29,7 @@ from pretrain.train.callback import Callback, Row
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.loop import StopRequest, train
 from pretrain.train.run import Run, owning
-from pretrain.train.stages import train_stages
+from pretrain.train.stage_loop import train_stages
 from tests.deadline import launch_within
 
 RULE = ("health.spikes.window_steps=2", "health.spikes.grad_norm_deviations=300", "health.spikes.loss_deviations=null")

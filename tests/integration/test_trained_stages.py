@@ -15,7 +15,7 @@ import yaml
 from commands import TINY, Megamem, assert_same_tensors, checkpoint, evaluations, steps, tensors
 from test_stages import EndOfRank, with_callback
 
-from megamem.trained_part import ALL, Trained
+from megamem.parameters.trained_part import ALL, Trained
 from pretrain.checkpoint.folder import read_state
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import PairFields

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig

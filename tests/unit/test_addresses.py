@@ -18,7 +18,7 @@ from megamem.addresses.hashed import HashedNgrams
 from megamem.addresses.ngrams import NgramAddressConfig
 from megamem.addresses.primes import is_prime, largest_prime
 from megamem.addresses.signs import sign_patterns
-from megamem.halo import UNCUT
+from megamem.chunk.halo import UNCUT
 
 CPU = torch.device("cpu")
 PUBLISHED = {

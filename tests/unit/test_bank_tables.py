@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.select import select_kernels
-from megamem.bank import Bank, Columns
-from megamem.memory_config import LookupShape, MemoryConfig, Table
+from megamem.banks.bank import Bank, Columns
+from megamem.config.memory import LookupShape, MemoryConfig, Table
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan, common_bank, private_banks
 
 

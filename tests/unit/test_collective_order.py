@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.memory_parts import MemoryPart

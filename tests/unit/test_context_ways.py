@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.context_ways import context_costs, context_way, heads_problem
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig

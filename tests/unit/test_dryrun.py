@@ -29,7 +29,7 @@ from pretrain.planning.costs.launches import (
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
-from pretrain.planning.costs.read_rows import fetched_bytes, ids_ahead_bytes
+from pretrain.planning.costs.row_bytes import fetched_bytes, ids_ahead_bytes
 from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.addresses.primes import is_prime
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.halo import WholeSequences
+from megamem.chunk.inputs import Inputs, pack
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.hashing import head_sizes, numpy_multipliers, splitmix_multipliers
 from megamem.families.engram.layer import EngramLayer
 from megamem.families.engram.token_map import read_token_map
-from megamem.halo import WholeSequences
-from megamem.inputs import Inputs, pack
 from megamem.placement.sharing import BankSpec, LayerView
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.stages import load_config

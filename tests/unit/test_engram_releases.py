@@ -13,7 +13,7 @@ import torch
 from test_engram_golden import RECORDED, memory_of
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.checkpoint.store.tensors import TensorReader

@@ -17,7 +17,7 @@ from test_residual_streams import EngramOfStreams, case_of
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.checkpoint.store.tensors import TensorReader, pieces
 from pretrain.convert.released.modules import modules_as_ours, modules_as_released
 from pretrain.errors import CheckpointError, ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig, MoEConfig, MultiTokenConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.linear_memory.config import LinearConfig
@@ -29,11 +29,11 @@ from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.value_ngrams.config import ValueNgramsConfig
+from megamem.parameters.trained_part import Trained
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.retrieval.config import TuckerConfig
-from megamem.trained_part import Trained
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.formulas import (
     count_parameters,

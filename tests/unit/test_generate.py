@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megamem.attention.kv_cache import KeyValueCache
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.placement.spans import PlacementConfig

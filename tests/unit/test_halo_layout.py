@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.spans import PlacementConfig

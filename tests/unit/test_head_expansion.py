@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs
 from megamem.families.midus.config import MidusConfig
-from megamem.inputs import Inputs
 from tests.golden import build_memory, megatron
 
 HEADS, TOKENS, KEYS, WIDTH = 3, 40, 4, 4

@@ -24,8 +24,8 @@ PYPROJECT = REPOSITORY / "pyproject.toml"
 PACKAGES = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["root_packages"]
 
 CONFIG_FILES = (
-    "megamem/config.py",
-    "megamem/memory_config.py",
+    "megamem/config/model.py",
+    "megamem/config/memory.py",
     "megamem/placement/sharing.py",
     "megamem/residual_streams/config.py",
     "megamem/retrieval/config.py",

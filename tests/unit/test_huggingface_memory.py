@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from kernels.list_topk import naive
 from kernels.rms_norm.op import torch_rms_norm
-from megamem.shuffle import KeyedShuffle
+from megamem.banks.shuffle import KeyedShuffle
 from megamem.token_tables.codec import QuantisedRows
 
 pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")

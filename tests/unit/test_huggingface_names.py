@@ -14,7 +14,7 @@ from exported import export
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.retrieval.initial import (

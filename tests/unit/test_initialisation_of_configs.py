@@ -21,7 +21,7 @@ from torch import Tensor
 
 import megamem.initialisation.outputs
 import megamem.layers.tucker
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.initialisation.distributions import Distribution
 from megamem.initialisation.initialise import table_std
 from megamem.initialisation.outputs import InitialOutput, measure_initial_outputs

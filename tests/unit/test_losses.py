@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.layers.layer import begin_step
-from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
+from megamem.layers.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.placement.sharing import BankSpec, LayerView
-from megamem.released_names import from_released
+from megamem.releases.names import from_released
 from tests.microbatch import some_inputs
 
 MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError

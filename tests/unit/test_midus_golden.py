@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from kernels.select import select_kernels
 from megamem.backbone.norm import LayerNorm
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs
 from megamem.families.midus.config import MidusConfig
 from megamem.families.registry import family_of
-from megamem.inputs import Inputs
 from tests.golden import (
     TOLERANCE,
     attend,

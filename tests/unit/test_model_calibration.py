@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.rms_norm.op import torch_rms_norm
+from megamem.config.memory import MemoryConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import ScoreCalibration
 from megamem.layers.tucker import calibrate_scores, leading_singular_vectors, retrieve
-from megamem.memory_config import MemoryConfig
 
 CONFIGS = {
     "small": (UltraMemV2Config(num_keys=32, key_dim=16, top_k=8), 32),

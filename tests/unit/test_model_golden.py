@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -28,12 +29,11 @@ from megamem.families.registry import family_of
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import MemoryLayer
+from megamem.layers.losses import LOSS_NAMES
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.tucker import TuckerLayer, leading_singular_vectors
-from megamem.losses import LOSS_NAMES
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import SharingConfig
-from megamem.released_names import from_meta, from_released
+from megamem.releases.names import from_meta, from_released
 from megamem.retrieval.initial import sigma_values
 from tests.microbatch import some_inputs
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
@@ -31,7 +32,6 @@ from megamem.initialisation.initialise import initialise
 from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.tucker import TuckerLayer
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 

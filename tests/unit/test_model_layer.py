@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
-from megamem.parameters import group_of
+from megamem.parameters.declaration import group_of
 from megamem.placement.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 

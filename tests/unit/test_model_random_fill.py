@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 from megamem.initialisation import random_fill
 from megamem.initialisation.distributions import Normal, Uniform
 from megamem.initialisation.random_fill import fill, normal_rows

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamem.config.memory import MemoryConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import LayerView, SharingConfig
 
 Pattern = Literal["none", "block", "ring", "no_ring"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem.hashing import key_of
-from megamem.shuffle import KeyedShuffle, random_permutation
+from megamem.banks.hashing import key_of
+from megamem.banks.shuffle import KeyedShuffle, random_permutation
 
 names = st.text(min_size=1, max_size=20)
 seeds = st.integers(0, 2**63)

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs
+from megamem.config.memory import MemoryConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.registry import family_of
 from megamem.families.tide.config import TideConfig
-from megamem.inputs import Inputs
-from megamem.memory_config import MemoryConfig
-from megamem.parameters import Copy
+from megamem.parameters.declaration import Copy
 from tests.golden import (
     TOLERANCE,
     OneRank,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
+from megamem.chunk.inputs import Inputs, pack
 from megamem.families.mome.config import MomeConfig
-from megamem.inputs import Inputs, pack
 from tests.golden import build_memory, megatron
 
 WIDTH, HEADS, HEAD_DIM, SLOTS, VOCAB, LENGTH, BATCH = 12, 2, 5, 4, 11, 6, 2

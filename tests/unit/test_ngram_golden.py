@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs, pack
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.residual_ngrams.layer import SummedRows
 from megamem.families.stem.config import StemConfig
-from megamem.inputs import Inputs, pack
-from megamem.parameters import Copy
+from megamem.parameters.declaration import Copy
 from tests.golden import TOLERANCE, OneRank, build_memory, check, megatron, read_case, recorded_weights
 
 Kernels = Literal["auto", "naive"]

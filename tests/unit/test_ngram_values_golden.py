@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs, pack
+from megamem.config.memory import MemoryConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
-from megamem.inputs import Inputs, pack
-from megamem.memory_config import MemoryConfig
 from tests.golden import TOLERANCE, attend, build_memory, check, megatron, read_case, recorded_weights, split_heads
 
 

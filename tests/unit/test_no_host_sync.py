@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig
 from megamem.placement.sharing import SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from tests.microbatch import some_inputs
@@ -34,7 +34,7 @@ OUTSIDE_OF_STEPS = {
     "kernels/parity.py",
     "megamem/initialisation/initialise.py",
     "megamem/initialisation/outputs.py",
-    "megamem/released_names.py",
+    "megamem/releases/names.py",
     # Tables that are only read.
     "megamem/token_tables/codec.py",
     "megamem/token_tables/fetched.py",

@@ -14,9 +14,9 @@ from statistics import fmean
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width

@@ -12,7 +12,7 @@ import torch
 from in_memory import InMemory
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.convert.format import OpenedCheckpoint
 from pretrain.convert.names import HUGGINGFACE, NATIVE

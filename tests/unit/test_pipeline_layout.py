@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.block_plan import UncutBlocks
 from megamem.placement.sharing import SharingConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.stem.config import StemConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from megamem.trained_part import Trained
+from megamem.parameters.trained_part import Trained
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config

@@ -60,7 +60,7 @@ PARTS: dict[str, dict[tuple[TimePart, ...], float]] = {
 @pytest.fixture(autouse=True)
 def _lookups_are_added_up_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they were in what was measured."""
-    monkeypatch.setattr("pretrain.planning.costs.read_rows.MOST_JOINED_ENTRIES", 1)
+    monkeypatch.setattr("pretrain.planning.costs.row_bytes.MOST_JOINED_ENTRIES", 1)
 
 
 def milliseconds(name: str, launch_us: float = H100.launch_us) -> dict[TimePart, float]:

@@ -16,9 +16,9 @@ from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import replica_bytes
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
-from pretrain.planning.costs.rows import (
+from pretrain.planning.costs.row_bytes import replica_bytes
+from pretrain.planning.costs.row_seconds import (
     accumulate_s,
     added_together,
     distinct_rows,

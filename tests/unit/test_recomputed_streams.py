@@ -25,9 +25,9 @@ from megamem.backbone.parts import BlockParts
 from megamem.blocks.block import Block
 from megamem.blocks.memory_sites import FfnWithMemory
 from megamem.blocks.stack import BlockStack
-from megamem.config import ModelConfig
+from megamem.chunk.inputs import Inputs
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
-from megamem.inputs import Inputs
 from megamem.placement.block_plan import PLAIN
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig

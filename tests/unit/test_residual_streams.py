@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from kernels.implementations import Implementation
 from kernels.select import Kernels, select_kernels
-from megamem.bank import Bank
-from megamem.config import ModelConfig
+from megamem.banks.bank import Bank
+from megamem.chunk.inputs import Inputs, pack
+from megamem.config.model import ModelConfig
+from megamem.config.width import MupConfig, Width
 from megamem.families.engram.config import EngramConfig
 from megamem.families.engram.layer import EngramLayer
 from megamem.initialisation.distributions import Constant, Normal
-from megamem.inputs import Inputs, pack
-from megamem.parameters import group_of, matrices_of, width_of
+from megamem.parameters.declaration import group_of, matrices_of, width_of
 from megamem.placement.sharing import BankSpec, LayerView
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
@@ -36,7 +37,6 @@ from megamem.residual_streams.mhc import MhcEnd, MhcSite
 from megamem.residual_streams.operations import gated_mean, stream_norm, wide_product
 from megamem.residual_streams.plain import PlainSite
 from megamem.residual_streams.site import Read, StreamsEnd, StreamSite, started
-from megamem.width_config import MupConfig, Width
 from pretrain.config.keys import ineffective_fields
 from tests.golden import TOLERANCE, attend, check, read_case, recorded_weights, relative_error, split_heads
 

@@ -11,7 +11,7 @@ import torch
 
 from megamem.attention.rotary import scaled_frequencies
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.errors import CheckpointError
 

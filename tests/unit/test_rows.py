@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.run.rows import numbered_rows, parse_row, read_rows
+from pretrain.run.metric_rows import numbered_rows, parse_row, read_rows
 from slurm.lead import last_step, lead_seconds
 from tools.common.metrics import read_metrics
 

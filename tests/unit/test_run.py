@@ -15,10 +15,10 @@ import torch
 import pretrain.evaluation.restore as restore_module
 import pretrain.run.saved_run as saved_run_module
 import pretrain.train.run as run_module
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.identity import Role
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.identity import Role
-from megamem.trained_part import ALL
+from megamem.parameters.trained_part import ALL
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.keys import all_keys, role_of
 from pretrain.config.loader import to_dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from megamem.trained_part import ALL, Trained
+from megamem.parameters.trained_part import ALL, Trained
 from pretrain.state import RunState
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.position import tokens_of_run
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.validate import validate

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.inputs import Inputs
-from megamem.side_stream import SideStream
+from megamem.chunk.inputs import Inputs
+from megamem.chunk.side_stream import SideStream
 from tests.microbatch import some_inputs
 
 

@@ -18,7 +18,7 @@ OF_CHUNKS = re.compile(
 )
 SET_BY_A_TEST = {
     "megamem.attention.tile._SCORES_AT_A_TIME": "unit/test_attention_tile.py",
-    "megamem.usage._SLICE_ELEMENTS": "unit/test_usage.py",
+    "megamem.layers.usage._SLICE_ELEMENTS": "unit/test_usage.py",
     "pretrain.checkpoint.staging.CHUNK_BYTES": "unit/test_checkpoint_staging.py",
     "pretrain.engine.gradient_norms.NORM_PART_ELEMENTS": "unit/test_gradient_norms.py",
     "pretrain.engine.muon.ROUND_ELEMENTS": "distributed/test_muon.py",
@@ -35,7 +35,7 @@ AS_THEY_ARE = {
     "pretrain.planning.costs.memory.CHUNK_BYTES": "a plan's copy of the engine's",
     "pretrain.planning.costs.memory.ITEM_BYTES": "a plan's copy of the engine's",
     "pretrain.planning.costs.memory.WINDOW_ELEMENTS": "a plan's copy of the engine's",
-    "pretrain.planning.costs.read_rows.WINDOW_ELEMENTS": "a plan's copy of the engine's",
+    "pretrain.planning.costs.row_bytes.WINDOW_ELEMENTS": "a plan's copy of the engine's",
 }
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from megamem.families.lave.config import LaveConfig
 from megamem.families.mome.config import MomeConfig
 from megamem.families.move.config import MoveConfig

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.memory_config import ObservedQuantities
+from megamem.config.memory import ObservedQuantities
+from megamem.layers.usage import LayerUsage, UsageCollector, block_number
 from megamem.placement.sharing import LayerView
-from megamem.usage import LayerUsage, UsageCollector, block_number
 from pretrain.train.trackers import scalars
 
 WINDOW = LayerView(bank=0, first_row=90, num_rows=64, num_bank_rows=100)
@@ -78,7 +78,7 @@ def world() -> object:
 
 def test_figures_of_known_use(world: torch.distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 64 rows several slices, the last one short.
-    monkeypatch.setattr("megamem.usage._SLICE_ELEMENTS", 10)
+    monkeypatch.setattr("megamem.layers.usage._SLICE_ELEMENTS", 10)
     cores = torch.diag_embed(torch.tensor([[[3.0, 1.0]], [[1.0, -3.0]]]))
     layers = [Layer(1, cores), Layer(3, cores / 2)]
     collector = UsageCollector(

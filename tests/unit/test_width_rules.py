@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megamem.width_config import Width, WidthRules
+from megamem.config.width import Width, WidthRules
 
 RULES = WidthRules(ratio=4.0, head_factor=0.5)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from pretrain.run.rows import read_rows
+from pretrain.run.metric_rows import read_rows
 from pretrain.train.health.memories import MemoryFault, figures_by_block, find_faults
 
 Point: TypeAlias = tuple[float, float]

@@ -117,7 +117,7 @@ def _import_engine() -> None:
     gc.disable()
     try:
         from pretrain.evaluation import generate, restore  # noqa: F401
-        from pretrain.train import callbacks, loop, stages  # noqa: F401
+        from pretrain.train import callbacks, loop, stage_loop  # noqa: F401
     finally:
         gc.enable()
 

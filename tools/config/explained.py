@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING
 from typing import Any
 
-from megamem.config_base import Config, field_specs
+from megamem.config.base import Config, field_specs
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.loader import to_dict

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs

@@ -12,7 +12,7 @@ from pretrain.config.stages import RunSource, read_run, stage_called, to_entries
 from pretrain.errors import ConfigError
 from pretrain.printable import printable
 from tools.common.parsers import add_config, add_stage
-from tools.common.stages import stage_chart, stage_table
+from tools.common.stage_table import stage_chart, stage_table
 from tools.config.explained import explained_lines, key_lines
 from tools.config.sections import ConfigSection, extra_sections, size_section
 

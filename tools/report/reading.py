@@ -23,8 +23,8 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
+from pretrain.run.metric_rows import numbered_rows
 from pretrain.run.not_a_run import refuse_configuration
-from pretrain.run.rows import numbered_rows
 from pretrain.train.health.memories import MemoryFault, find_faults
 from tools.common.run_status import Standing, standing_of
 from tools.common.vocabulary import with_vocabulary_of

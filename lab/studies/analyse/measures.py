@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.analysis.deciles import Deciles, count_tokens, frequency_deciles
-from megamem.config import ModelConfig
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.block_plan import inserted_blocks
 from megamem.placement.placed import PlacedMemory
 from parallel.machine.atomic_write import atomic_write

@@ -10,7 +10,7 @@ from typing import Any
 
 from lab.studies.compare.addresses import Addresses
 from lab.studies.compare.runs import RunResult
-from megamem.memory_config import Control
+from megamem.config.memory import Control
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError

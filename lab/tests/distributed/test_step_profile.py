@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from lab.bench import step_profile
 from lab.bench.step_profile import StepPhase, measure_steps, profiled_steps
 from lab.bench.timeline import Range, RangeTimes, Timeline
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.config.schema import RunConfig
 from pretrain.engine.chunks import unwrap
-from pretrain.planning.costs.step import Part, part_costs
+from pretrain.planning.costs.part_costs import Part, part_costs
 
 NUM_STEPS = 2
 

@@ -10,7 +10,7 @@ import pytest
 
 from lab.studies.compare.rules import load_configs
 from lab.studies.compare.tuning import read_tuning
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate

@@ -24,7 +24,7 @@ from lab.studies.compare.controls import (
 )
 from lab.studies.compare.leads import leads, leads_picture
 from lab.studies.compare.runs import RunResult
-from megamem.controls import others
+from megamem.banks.controls import others
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from tests.deadline import launch_within
@@ -77,7 +77,7 @@ def start(*, waits: bool = True, joins: bool = True, copies: bool = False) -> Pl
     def start_with_copy(self: Any, branch: Any, hidden: Any, inputs: Any) -> Any:
         return start(self, branch, hidden.clone(), inputs)
 
-    return lambda: patch("megamem.side_stream.SideStream.start", start_with_copy if copies else start)
+    return lambda: patch("megamem.chunk.side_stream.SideStream.start", start_with_copy if copies else start)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def items_in_one_page_locked_buffer() -> Iterator[None]:
 
 @contextmanager
 def weights_set_beside_their_gather() -> Iterator[None]:
-    from pretrain.checkpoint import run
+    from pretrain.checkpoint import run_entries as run
     from pretrain.engine.optimizer import MemoryOptimizer
 
     start_gathering, set_weights = run.start_gathering, MemoryOptimizer.set_weights_from_main

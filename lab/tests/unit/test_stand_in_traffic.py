@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from lab.maintenance.check_plan import CONFIGS, OF_STUDIES, on_few_ranks
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.spans import PlacementConfig
@@ -327,11 +327,11 @@ def test_traffic_beyond_a_budget_is_told_with_its_line() -> None:
     from pretrain.planning.dryrun.lines import CallSite
 
     copies = LineTraffic(Traffic.PINNED, CallSite("pretrain/data/loader.py:96"), "copy to the device", 8, 64)
-    read = LineTraffic(Traffic.READ, CallSite("megamem/bank.py:7"), "item", 1, 4)
+    read = LineTraffic(Traffic.READ, CallSite("megamem/banks/bank.py:7"), "item", 1, 4)
     assert CommandTraffic("training", (copies,), {"microbatch": 2}).excesses == ()
     first, second = CommandTraffic("training", (copies, read), {"microbatch": 1}).excesses
     assert str(first) == "8 pinned copies (copy to the device) from pretrain/data/loader.py:96, where 4 may be"
-    assert str(second) == "1 host reads (item) from megamem/bank.py:7, where none may be"
+    assert str(second) == "1 host reads (item) from megamem/banks/bank.py:7, where none may be"
 
 
 def test_scratch_is_that_of_pytorchs_sources() -> None:

@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge, Le
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamem.config_base import Advice, EffectiveWhen
-from megamem.identity import Role
-from megamem.memory_config import Backbone, LookupShape, MemoryConfig, Ngrams, Scoring, Table
+from megamem.config.base import Advice, EffectiveWhen
+from megamem.config.identity import Role
+from megamem.config.memory import Backbone, LookupShape, MemoryConfig, Ngrams, Scoring, Table
 from megamem.placement.sharing import BankSpec, LayerView, SharingPlan
 from megamem.placement.slots import ENTRY, Slot
 
@@ -43,7 +43,9 @@ class EngramConfig(MemoryConfig):
     SplitMix64 draws them from the layer's place among the memory layers."""
     max_order: Annotated[int, Ge(2), Le(4), Advice("n-grams have 2 to 4 tokens")] = 3
     """N: tokens of the longest n-gram; every order from 2 on has heads of its own."""
-    heads_per_order: PositiveInt = 8
+    heads_per_order: Annotated[
+        PositiveInt, Le(1024), Advice("each has a table of its own, of another prime number of rows")
+    ] = 8
     """K: heads of each order, each with rows of its own."""
     rows_per_head: Annotated[int, Ge(2), Advice("a head's table has a prime number of rows")] = 1024
     """Least rows of a head's table: the heads of all layers have the primes from here on."""

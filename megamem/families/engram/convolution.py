@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamem.halo import shifted
+from megamem.chunk.halo import shifted
 
 
 def causal_convolution(
@@ -20,7 +20,7 @@ def causal_convolution(
     """y_t = sum_j w_j x_{t - (taps - 1 - j) dilation}, [t, b, D], in at least fp32; zeros before position 0.
 
     Args:
-        extended: x behind its halo (`megamem.halo.Halo.extended`), [w + length, b, D] for each stretch.
+        extended: x behind its halo (`megamem.chunk.halo.Halo.extended`), [w + length, b, D] for each stretch.
         weight: [D, taps].
         positions: [t, b], places in the sequence, or in the document.
         width: w, at least (taps - 1) dilation.

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.halo import UNCUT, Halo, extended_in_one
-from megamem.inputs import Inputs
+from megamem.chunk.halo import UNCUT, Halo, extended_in_one
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.layers.read_apart import read_apart
-from megamem.parameters import parameter_device
+from megamem.parameters.declaration import parameter_device
 from megamem.placement.spans import resolve_placement
 from megamem.residual_streams.operations import stream_norm, wide_dtype
-from megamem.width_config import Width
 
 from .config import EngramConfig
 from .convolution import causal_convolution

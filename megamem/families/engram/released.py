@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.placed import PlacedMemory
-from megamem.releases import ReleasedModule, ReleasedPart
+from megamem.releases.release import ReleasedModule, ReleasedPart
 
 from .config import EngramConfig
 from .hashing import multipliers_of

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, LookupShape, MemoryConfig, ObservedQuantities, Scoring, Table
+from megamem.config.memory import Backbone, LookupShape, MemoryConfig, ObservedQuantities, Scoring, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kernels.kept_scores import kept_scores
 from kernels.list_topk.naive import list_topk
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.families.linear_memory.config import LinearConfig
-from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
-from megamem.width_config import Width
 
 
 class LinearLayer(MemoryLayer):

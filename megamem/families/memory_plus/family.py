@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.family import Family
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.initialisation.distributions import Distribution, Normal, symmetric
-from megamem.layer_costs import LayerCosts
+from megamem.layers.costs import LayerCosts
 from megamem.placement.sharing import LayerView
-from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
+from megamem.releases.release import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, META_VALUES, ULTRAMEMV2_TABLES, meta_names

@@ -18,7 +18,7 @@ from torch import Tensor
 from megamem.backbone.parts import BlockParts, Parts, Site
 from megamem.blocks.memory_sites import CoreSite
 from megamem.blocks.slot_edits import edit_ffn
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 
 
 def edit_heads(block: BlockParts, site: Site, parts: Parts) -> None:

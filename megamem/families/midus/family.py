@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.family import Family
 from megamem.families.midus.config import MidusConfig
 from megamem.initialisation.distributions import Constant, Distribution, Normal, symmetric
-from megamem.layer_costs import LayerCosts
+from megamem.layers.costs import LayerCosts
 from megamem.placement.sharing import LayerView
 
 

@@ -12,12 +12,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megamem.chunk.inputs import Inputs
 from megamem.families.midus.config import MidusConfig
-from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import retrieve
 from megamem.layers.retrieval import Retrieved
-from megamem.parameters import GroupName, Matrices, ReducedOver, declare, parameter_device
+from megamem.parameters.declaration import GroupName, Matrices, ReducedOver, declare, parameter_device
 
 
 class MidusLayer(MemoryLayer):

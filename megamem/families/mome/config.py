@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, LookupShape
+from megamem.config.memory import Backbone, LookupShape
 from megamem.placement.sharing import SharingPlan, common_bank, private_banks
 from megamem.token_tables.config import HeadValuesConfig
 

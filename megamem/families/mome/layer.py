@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kernels.kept_scores import kept_scores
 from kernels.list_topk.naive import list_topk
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.token_tables.layer import TokenTableLayer
-from megamem.width_config import Width
 
 from .config import MomeConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megamem.memory_config import LookupShape, Table
+from megamem.config.memory import LookupShape, Table
 from megamem.retrieval.config import ProductKeyConfig
 
 

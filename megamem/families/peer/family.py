@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megamem.families.family import Family
 from megamem.families.peer.config import PeerConfig
-from megamem.releases import META_RELEASE
+from megamem.releases.release import META_RELEASE
 from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, meta_names

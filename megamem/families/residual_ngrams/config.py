@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.memory_config import Backbone, LookupShape
+from megamem.config.memory import Backbone, LookupShape
 from megamem.placement.sharing import SharingPlan, common_bank
 from megamem.placement.slots import ENTRY, Slot
 from megamem.token_tables.config import TokenTableConfig

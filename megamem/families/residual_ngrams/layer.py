@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.bank import TableLookup
-from megamem.inputs import Inputs
+from megamem.banks.bank import TableLookup
+from megamem.chunk.inputs import Inputs
 from megamem.layers.shared_read import SharedRead
-from megamem.parameters import parameter_device
+from megamem.parameters.declaration import parameter_device
 from megamem.token_tables.layer import TokenTableLayer
 from megamem.token_tables.rows import rows_of_inputs
 from megamem.token_tables.signed_rows import patterns_of, read_signed

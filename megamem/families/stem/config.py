@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megamem.memory_config import LookupShape
+from megamem.config.memory import LookupShape
 from megamem.placement.sharing import SharingPlan, private_banks
 from megamem.placement.slots import INSTEAD, Slot
 from megamem.token_tables.config import TokenTableConfig

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.token_tables.layer import TokenTableLayer
-from megamem.width_config import Width
 
 from .config import StemConfig
 

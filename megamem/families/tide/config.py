@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, LookupShape, ObservedQuantities
+from megamem.config.memory import Backbone, LookupShape, ObservedQuantities
 from megamem.placement.sharing import SharingPlan, common_bank
 from megamem.token_tables.config import TokenTableConfig
 

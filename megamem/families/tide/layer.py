@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.bank import TableLookup
-from megamem.inputs import Inputs
+from megamem.banks.bank import TableLookup
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.layers.read_apart import read_apart
 from megamem.layers.shared_read import SharedRead
 from megamem.token_tables.layer import TokenTableLayer
 from megamem.token_tables.rows import rows_of_inputs
-from megamem.width_config import Width
 
 from .config import TideConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from megamem.config_base import EffectiveWhen
+from megamem.config.base import EffectiveWhen
 from megamem.retrieval.config import TuckerConfig
 
 

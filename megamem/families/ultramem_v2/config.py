@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt
 
-from megamem.config_base import Advice, EffectiveWhen
+from megamem.config.base import Advice, EffectiveWhen
 from megamem.retrieval.config import TuckerConfig
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from megamem.families.family import Family
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.releases import ULTRAMEMV2_RELEASE
+from megamem.releases.release import ULTRAMEMV2_RELEASE
 from megamem.retrieval.costs import tucker_costs
 from megamem.retrieval.initial import tucker_distribution, tucker_table_std
 from megamem.retrieval.released import tucker_names

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.config.width import Width
 from megamem.layers.tucker import TuckerLayer
-from megamem.width_config import Width
 
 
 class UltraMemV2Layer(TuckerLayer):

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.memory_config import Backbone
+from megamem.config.memory import Backbone
 from megamem.token_tables.config import HeadValuesConfig, NarrowRowsConfig
 
 

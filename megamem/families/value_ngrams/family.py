@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.family import Family
 from megamem.initialisation.distributions import Constant, Distribution, Normal, Uniform
-from megamem.layer_costs import LayerCosts
+from megamem.layers.costs import LayerCosts
 from megamem.placement.sharing import LayerView
 
 from .config import ValueNgramsConfig

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
+from megamem.config.width import Width
 from megamem.token_tables.signed_rows import SignedRowsLayer
-from megamem.width_config import Width
 
 from .config import ValueNgramsConfig
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megamem.addresses.ngrams import MISSING_ID, NgramAddressConfig
-from megamem.config import ModelConfig
-from megamem.memory_config import MemoryConfig, Ngrams, Scoring
+from megamem.banks.shuffle import KeyedShuffle
+from megamem.config.memory import MemoryConfig, Ngrams, Scoring
+from megamem.config.model import ModelConfig
 from megamem.placement.block_plan import inserted_blocks, plan_blocks
 from megamem.placement.placed import PlacedMemory
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
-from megamem.shuffle import KeyedShuffle
 from megamem.token_tables.config import TokenTableConfig
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict

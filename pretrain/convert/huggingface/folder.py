@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from parallel.layout import padded_size
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of
 from pretrain.checkpoint.store.safetensors_store import open_safetensors

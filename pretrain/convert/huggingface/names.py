@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.placement.placed import PlacedMemory
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo

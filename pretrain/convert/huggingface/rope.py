@@ -7,7 +7,7 @@ from typing import Any
 
 from megamem.attention.rotary import ntk_base
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.convert.huggingface.refused import refused
 
 # Their names of our keys, by `rope_type`; those that transformers gives a default, with it.

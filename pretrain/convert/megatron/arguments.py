@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from pretrain.errors import CheckpointError
 
 # Arguments whose values change what a model computes, with Megatron-LM's default and the values that are ours. Those

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from parallel.layout import padded_size
 from pretrain.checkpoint.index import INDEX_FILE
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of

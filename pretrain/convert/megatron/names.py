@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
 

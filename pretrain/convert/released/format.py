@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
-from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
+from megamem.releases.release import META_RELEASE, ULTRAMEMV2_RELEASE
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader

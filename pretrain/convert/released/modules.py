@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
 from megamem.placement.placed import PlacedMemory
-from megamem.releases import ReleasedModule
+from megamem.releases.release import ReleasedModule
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, inverted
 from pretrain.errors import CheckpointError, ConfigError

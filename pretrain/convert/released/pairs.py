@@ -1,7 +1,7 @@
 """The public codes' checkpoints: where the elements of our tensors are in them, both ways.
 
 UltraMemV2's release (OLMo), which also has UltraMem and Memory+, holds whole models; of Meta's (lingua) the memory
-layers are known. `megamem.released_names` translates the same names one way, tensor by tensor.
+layers are known. `megamem.releases.names` translates the same names one way, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.banks.shuffle import KeyedShuffle
+from megamem.config.memory import Table
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
-from megamem.memory_config import Table
-from megamem.released_names import BLOCK_NAMES, MODEL_NAMES, from_meta, from_released, names_of
-from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
+from megamem.releases.names import BLOCK_NAMES, MODEL_NAMES, from_meta, from_released, names_of
+from megamem.releases.release import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.retrieval.config import TuckerConfig
-from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, inverted
 from pretrain.errors import CheckpointError, ConfigError

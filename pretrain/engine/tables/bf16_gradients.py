@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kernels.common.gradient_stream import GradientStream
 from kernels.common.rounding import LEVELS, Rounding
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 
 # Elements that are in fp32, or on their way to other replicas, at a time.
 _WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 25, 1 << 18

@@ -2,7 +2,7 @@
 
 A bank that layers of several stages read is held by each of these, so that no row travels between stages. After a step's
 last backward pass each copy has the gradient of its own stage's layers, and the reduction over the replicas has left on
-every rank its share of that, the same share on all stages (`megamem.parameters.mark_copy`). The shares are added up:
+every rank its share of that, the same share on all stages (`megamem.parameters.declaration.mark_copy`). The shares are added up:
 the table's gradient, divided by the replicas, once per step.
 """
 
@@ -18,7 +18,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megamem.parameters import is_on_every_stage
+from megamem.parameters.declaration import is_on_every_stage
 from pretrain.engine.tables.bf16_gradients import windows
 from pretrain.engine.tables.row_gradients import add_up_rows
 

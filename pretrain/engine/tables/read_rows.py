@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
 from kernels.common.table_scale import TableScale, scale_of
-from megamem.parameters import GroupName
+from megamem.parameters.declaration import GroupName
 from pretrain.config.updates import SCALE
 from pretrain.engine.optimizer_shards import leaves_by_parameter, number_entry
 from pretrain.engine.tables.row_gradients import row_gradient_of

@@ -4,7 +4,7 @@ Megatron's DDP does not know of them: it would keep a dense gradient, and a copy
 are kept until a step's last backward pass, and then added up (`kernels.common.row_gradient`), by replicas together
 (`pretrain.engine.tables.replica_rows`).
 
-A bank that layers of several stages read has a copy on each (`megamem.parameters.mark_copy`). Its rows are those of the tokens,
+A bank that layers of several stages read has a copy on each (`megamem.parameters.declaration.mark_copy`). Its rows are those of the tokens,
 which are the same on all stages: the copies have sums of the same rows in the same order, and add them up as they are.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from kernels.common.row_gradient import RowGradient
 from kernels.common.table_gradient import give_gradient, gradient_of
 from kernels.common.table_scale import TableScale, give_scale
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from megamem.model import MemoryGPTModel
-from megamem.parameters import is_on_every_stage
+from megamem.parameters.declaration import is_on_every_stage
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients, keeps_rows
 from pretrain.engine.tables.replica_rows import add_up_replicas

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from kernels.common.rounding import Rounding
 from kernels.select import Kernels
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 from pretrain.config.schema import OptimizerConfig
 from pretrain.config.updates import ROW_WISE
 from pretrain.engine.optimizer_shards import row_entries, state_entries

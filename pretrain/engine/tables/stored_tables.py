@@ -161,18 +161,18 @@ class _Ahead:
 
 @dataclass(frozen=True)
 class _Room:
-    """See `megamem.bank.TableRoom`."""
+    """See `megamem.banks.bank.TableRoom`."""
 
     records: FileRecords
     owner: StoredTables
 
     @property
     def weights(self) -> Tensor:
-        """See `megamem.bank.TableRoom`."""
+        """See `megamem.banks.bank.TableRoom`."""
         return self.records.weights
 
     def reader(self, table: nn.Parameter, bank: int) -> StoredTable:
-        """See `megamem.bank.TableRoom`."""
+        """See `megamem.banks.bank.TableRoom`."""
         return self.owner.add(StoredTable(table, bank, self.records, self.owner))
 
 
@@ -195,7 +195,7 @@ class StoredTables:
         self._writes: list[Future[None]] = []
 
     def room(self, shape: tuple[int, int], dtype: torch.dtype) -> _Room:
-        """See `megamem.bank.TableHome`."""
+        """See `megamem.banks.bank.TableHome`."""
         return _Room(self._files.records(*shape, dtype, len(ROW_WISE.per_row)), self)
 
     def add(self, table: StoredTable) -> StoredTable:

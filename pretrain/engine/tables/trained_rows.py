@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.common.row_gradient import RowGradient
-from megamem.bank import Bank
+from megamem.banks.bank import Bank
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import TrainedRowsConfig
 from pretrain.engine.tables.read_counts import ReadCounts, ReadCountsFile

@@ -21,8 +21,8 @@ from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.read_rows import adding_bytes, fetched_bytes, has_read_rows
 from pretrain.planning.costs.residual_streams import end_kept, received_bytes, state_bytes, streams_bytes
+from pretrain.planning.costs.row_bytes import adding_bytes, fetched_bytes, has_read_rows
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:

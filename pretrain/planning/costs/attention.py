@@ -6,7 +6,7 @@ of queries and r of a rotary key.
 
 from __future__ import annotations
 
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.placement.block_plan import BlockPlan, sum_over_blocks
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig

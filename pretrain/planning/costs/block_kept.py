@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from kernels.common.ids import bytes_per_id
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
-from megamem.memory_config import MemoryConfig
 from megamem.placement.block_plan import paired_in_attention
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.schema import RunConfig
@@ -16,8 +16,8 @@ from pretrain.planning.costs.experts import experts_kept
 from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
 from pretrain.planning.costs.pipeline_stages import Blocks, FamilyInStage, Stage
-from pretrain.planning.costs.read_rows import vectors_are_joined
 from pretrain.planning.costs.residual_streams import sites_kept, streams_bytes
+from pretrain.planning.costs.row_bytes import vectors_are_joined
 
 
 def block_kept(

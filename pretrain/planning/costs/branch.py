@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 
 

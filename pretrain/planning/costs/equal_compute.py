@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 Measure = Callable[[ModelConfig], float]

@@ -6,7 +6,7 @@ inner width of an expert, e bytes per element.
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig, MoEConfig
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
-from megamem.layer_costs import LayerCosts
-from megamem.memory_config import MemoryConfig
+from megamem.layers.costs import LayerCosts
+from megamem.parameters.trained_part import ALL, Trained, TrainedPart
 from megamem.placement.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.spans import count_memory_layers
-from megamem.trained_part import ALL, Trained, TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
 from pretrain.planning.costs.branch import branch_norms, branch_projection

@@ -9,7 +9,7 @@ from typing import Annotated
 from annotated_types import Le
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megamem.config_base import Config
+from megamem.config.base import Config
 from pretrain.config.loader import load_as
 from pretrain.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import has_read_rows, lies_in_files
+from pretrain.planning.costs.row_bytes import has_read_rows, lies_in_files
 from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
 from pretrain.planning.costs.weights import local_dense, local_tables, trained_dense, trained_tables
 

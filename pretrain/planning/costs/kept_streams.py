@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamem.parameters.trained_part import TrainedPart
 from megamem.placement.block_plan import PLAIN, plan_blocks
-from megamem.trained_part import TrainedPart
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.pipeline_stages import Stage
 from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK

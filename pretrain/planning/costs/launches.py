@@ -7,8 +7,8 @@ from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.pipeline_stages import Blocks, Stage
-from pretrain.planning.costs.read_rows import has_scales
-from pretrain.planning.costs.rows import num_additions
+from pretrain.planning.costs.row_bytes import has_scales
+from pretrain.planning.costs.row_seconds import num_additions
 
 LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megamem.config import ModelConfig
-from megamem.layer_costs import LayerCosts
+from megamem.config.model import ModelConfig
+from megamem.layers.costs import LayerCosts
 from megamem.placement.block_plan import BlockPlan
 from pretrain.planning.costs.residual_streams import end_matrices, site_matrices
 
@@ -19,7 +19,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class HiddenMatrices:
-    """Rows and columns of hidden matrices (`megamem.parameters.Matrices`).
+    """Rows and columns of hidden matrices (`megamem.parameters.declaration.Matrices`).
 
     Attributes:
         split: matrices of which tensor-parallel ranks hold parts, or some each.

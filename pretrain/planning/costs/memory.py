@@ -14,7 +14,7 @@ from pretrain.planning.costs.block_kept import gradients_under_way
 from pretrain.planning.costs.held import bytes_in_files, state_bytes
 from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes, merged
 from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import fetched_bytes, has_files, has_read_rows, kept_bytes
+from pretrain.planning.costs.row_bytes import fetched_bytes, has_files, has_read_rows, kept_bytes
 from pretrain.planning.costs.state import saved_by_matrices, stored_dense, stored_table
 
 ITEM_BYTES = 1 << 26

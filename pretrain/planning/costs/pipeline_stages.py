@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megamem.config import ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
-from megamem.layer_costs import LayerCosts
-from megamem.memory_config import MemoryConfig
+from megamem.layers.costs import LayerCosts
+from megamem.parameters.trained_part import TrainedPart, readers_of_bank
 from megamem.placement.block_plan import PLAIN, BlockPlan, plan_blocks, reads_beside_ffn
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.sharing import BankSpec
-from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megamem.memory_config import Scoring
+from megamem.config.memory import Scoring
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.read_rows import has_read_rows
+from pretrain.planning.costs.row_bytes import has_read_rows
 from pretrain.planning.costs.weights import trained_dense
 
 

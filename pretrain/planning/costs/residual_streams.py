@@ -7,7 +7,7 @@ Legend: n streams, D hidden size, r low rank, M maps of a site.
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.block_plan import BlockPlan
 from megamem.residual_streams.config import ResidualStreamsConfig, Shapes
 

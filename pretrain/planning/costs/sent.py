@@ -15,14 +15,14 @@ from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_updat
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import (
+from pretrain.planning.costs.residual_streams import state_bytes
+from pretrain.planning.costs.row_bytes import (
     has_read_rows,
     ids_ahead_bytes,
     most_rows_of_families,
     ranked_bytes,
     replica_bytes,
 )
-from pretrain.planning.costs.residual_streams import state_bytes
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, follows_heads, halo_bytes, lookup_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megamem.config import ModelConfig
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
 from pretrain.planning.costs.matrices import num_elements

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from megamem.config import ModelConfig
-from megamem.trained_part import Trained
+from megamem.config.model import ModelConfig
+from megamem.parameters.trained_part import Trained
 from parallel.layout import padded_size
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
@@ -35,13 +35,13 @@ from pretrain.planning.costs.formulas import attended_flops, backward_flops, tra
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.kept_streams import kept_streams
 from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
+from pretrain.planning.costs.part_costs import table_step_bytes
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.read_rows import has_read_rows, replica_bytes, updated_elements
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK, state_bytes
-from pretrain.planning.costs.rows import row_seconds
+from pretrain.planning.costs.row_bytes import has_read_rows, replica_bytes, updated_elements
+from pretrain.planning.costs.row_seconds import row_seconds
 from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
-from pretrain.planning.costs.step import table_step_bytes
 from pretrain.planning.costs.traffic import (
     WayBytes,
     context_bytes,

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kernels.common.ids import bytes_per_id
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
 from parallel.layout import coefficients_per_rank, columns_meet_first, halo_tokens_returned, halo_tokens_sent
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES
 from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage, stages_of
-from pretrain.planning.costs.read_rows import copied_elements_read, has_read_rows
+from pretrain.planning.costs.row_bytes import copied_elements_read, has_read_rows
 
 
 @dataclass(frozen=True)

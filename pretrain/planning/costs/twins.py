@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.equal_compute import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.pipeline_stages import Stage
-from pretrain.planning.costs.read_rows import has_read_rows
+from pretrain.planning.costs.row_bytes import has_read_rows
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:

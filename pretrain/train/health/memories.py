@@ -1,6 +1,6 @@
 """Memories that have dropped out of a model: their keys collapse, or their output falls silent.
 
-Judged by what `megamem.usage` observes, over the last few observed steps, as single ones scatter. It imports no torch:
+Judged by what `megamem.layers.usage` observes, over the last few observed steps, as single ones scatter. It imports no torch:
 whatever shows a run asks here, so that all of them say the same.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.checkpoint.run import restore_run
+from pretrain.checkpoint.run_entries import restore_run
 from pretrain.config.position import steps_before
 from pretrain.errors import UserError
 from pretrain.train.run import Run, agreed_checkpoint, resets_optimizer, training_samples

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamem.backbone.parts import BlockParts, Parts, Site
 from megamem.blocks.memory_sites import CoreSite
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 
 
 def edit(block: BlockParts, site: Site, parts: Parts) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 
 from .config import BehindHeadsConfig

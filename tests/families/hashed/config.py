@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import LookupShape, MemoryConfig, Table
+from megamem.config.memory import LookupShape, MemoryConfig, Table
 from megamem.placement.sharing import SharingPlan, private_banks
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common.hashing import mix
-from megamem.hashing import key_of
-from megamem.inputs import Inputs
+from megamem.banks.hashing import key_of
+from megamem.chunk.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 
 from .config import HashedConfig

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megamem.addresses.ngrams import NgramAddressConfig
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.mome.config import MomeConfig
@@ -16,7 +17,6 @@ from megamem.families.move.config import MoveConfig
 from megamem.families.ngram_embedding.config import NgramEmbeddingConfig
 from megamem.families.residual_ngrams.config import ResidualNgramsConfig
 from megamem.families.value_ngrams.config import ValueNgramsConfig
-from megamem.memory_config import MemoryConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError

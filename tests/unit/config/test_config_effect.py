@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 
-from megamem.config import ModelConfig
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config.base import Config, EffectiveWhen
+from megamem.config.model import ModelConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Literal
 
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config.base import Config, EffectiveWhen
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import all_keys, nearest_keys
 from pretrain.config.schema import RunConfig

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.placement.slots import Slot

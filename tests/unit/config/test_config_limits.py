@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megamem.config_base import Config, field_specs
+from megamem.config.base import Config, field_specs
 from pretrain.config.describe import describe_fields
 from pretrain.config.keys import variants_of
 from pretrain.config.schema import RunConfig
@@ -98,6 +98,9 @@ LIMITS = [
     *at_most(2**31 - 1, "seed"),
     # model
     *at_least(1, "model.num_layers", "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
+    # Digits too many would make as many objects.
+    *at_most(10_000, "model.num_layers"),
+    *at_most(1024, "model.memory.heads_per_order", **ENGRAM),
     *at_least(1, "model.vocab_size", "model.vocab_size_multiple", "model.rotary_base"),
     *at_least(1, "model.latent_attention.latent_dim"),
     *at_least(0, "model.latent_attention.rotary_dim"),

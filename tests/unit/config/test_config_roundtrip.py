@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamem.config_base import FieldSpec, field_specs
+from megamem.config.base import FieldSpec, field_specs
 from pretrain.config.keys import ineffective_fields, variants_of
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig

@@ -22,7 +22,7 @@ from pretrain.config.stages import (
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.state import RunState
-from tools.common.stages import stage_chart, stage_table
+from tools.common.stage_table import stage_chart, stage_table
 
 THREE = """\
 name: three

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import PositiveInt
 
-from megamem.config_base import Config
+from megamem.config.base import Config
 from pretrain.config.describe import describe_fields
 from pretrain.config.keys import KINDS, all_keys
 from pretrain.config.loader import to_dict

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig

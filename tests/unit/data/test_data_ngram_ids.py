@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.engram.config import EngramConfig
 from pretrain.data.compression import write_token_map
 from pretrain.data.ngram_ids import boundary_notes, check_token_maps

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.schema import DatasetEntry
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.dataset import build_train_dataset

@@ -14,7 +14,7 @@ from kernels.implementations import Implementation, unavailable
 from kernels.select import implementation_of
 from kernels.shuffled_rows import naive
 from kernels.shuffled_rows.op import reciprocal
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("torch", "cpu", "triton")
 KEYS = tuple(key_of(1, "layer", str(number)) for number in range(naive.NUM_ROUNDS))

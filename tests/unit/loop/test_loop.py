@@ -9,7 +9,7 @@ import pytest
 from megatron.core import tensor_parallel
 
 import pretrain.train.loop as loop
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.engine.gradient_norms import GradientNorms
 from pretrain.engine.save_progress import SaveProgress
 from pretrain.engine.step import LossSum, StepResult

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pretrain.train.loop as loop
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from pretrain.config.health import HealthConfig, SlowRankConfig
 from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.errors import StoppedEarly, UserError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import pretrain.train.loop as loop
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.checkpoint.saver import Saver, SaveReport
 from pretrain.config.schema import (

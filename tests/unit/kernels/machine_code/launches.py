@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.common.rounding import Rounding
 from kernels.common.tables import row_dtype
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig

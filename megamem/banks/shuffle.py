@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.common.hashing import mix
 from kernels.shuffled_rows.naive import NUM_ROUNDS, shuffled
-from megamem.hashing import key_of
+from megamem.banks.hashing import key_of
 
 
 class KeyedShuffle:

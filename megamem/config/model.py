@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
+from annotated_types import Le
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamem.attention.rotary_config import RotaryScalingConfig
-from megamem.config_base import Config, EffectiveWhen, LossWeight
-from megamem.identity import Role
-from megamem.memory_config import Backbone, MemoryConfig
+from megamem.config.base import Advice, Config, EffectiveWhen, LossWeight
+from megamem.config.identity import Role
+from megamem.config.memory import Backbone, MemoryConfig
+from megamem.config.width import MupConfig, WidthRules
 from megamem.placement.placed import Placed, PlacedMemory, place
 from megamem.placement.sharing import BankSpec, SharingPlan
 from megamem.placement.spans import Span, count_memory_layers, resolve_placement
 from megamem.residual_streams.config import ResidualStreamsConfig
-from megamem.width_config import MupConfig, WidthRules
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,12 @@ class MultiTokenConfig(Config):
 class ModelConfig(Config):
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
-    num_layers: Annotated[PositiveInt, Role.IDENTITY] = 4
+    num_layers: Annotated[
+        PositiveInt,
+        Le(10_000),
+        Advice("each is a block of its own, which all that plans a model goes through"),
+        Role.IDENTITY,
+    ] = 4
     """L: transformer blocks."""
     hidden_size: Annotated[PositiveInt, Role.IDENTITY] = 128
     """D: width of the residual stream."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megamem.memory_config import MemoryConfig
+from megamem.config.memory import MemoryConfig
 
 if TYPE_CHECKING:
     # Torch takes seconds to load, and a configuration is read without it.

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megamem.width_config import Width
+from megamem.config.width import Width
 
 GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
 """Matrices and vectors of the backbone, matrices of memory layers, experts of a mixture, and the two tables.
@@ -151,7 +151,7 @@ def group_of(name: str, parameter: nn.Parameter) -> GroupName:
     if not is_declared(parameter):
         raise AssertionError(
             f"no optimizer group is declared for the parameter {name}: whoever creates it calls "
-            "megamem.parameters.declare"
+            "megamem.parameters.declaration.declare"
         )
     group: GroupName = parameter.optimizer_group  # type: ignore[attr-defined]
     return group

@@ -22,14 +22,14 @@ from itertools import pairwise
 from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
-from megamem.memory_config import LookupShape
+from megamem.config.memory import LookupShape
 from parallel.layout import coefficients_per_rank, columns_meet_first
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, keeps_rows, table_gradient_bytes
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.pipeline_stages import FamilyInStage, Stage
-from pretrain.planning.costs.read_rows import lookups_of_banks, most_joined, scaled_bytes
+from pretrain.planning.costs.row_bytes import lookups_of_banks, most_joined, scaled_bytes
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
 """Bytes per entry of a sort by row (`kernels.segment_accumulate`): of ids of 32 bits, with their 64-bit places."""

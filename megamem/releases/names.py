@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import FAMILIES, family_of
-from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
+from megamem.releases.release import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 
 MODEL_NAMES = {
     "wte.weight": "embedding.word_embeddings.weight",

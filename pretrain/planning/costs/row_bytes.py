@@ -13,7 +13,7 @@ from itertools import chain
 
 from kernels.common.device_bytes import ENTRIES_PER_JOINED_VECTOR, MOST_JOINED_ENTRIES
 from kernels.common.ids import bytes_per_id
-from megamem.memory_config import LookupShape, MemoryConfig
+from megamem.config.memory import LookupShape, MemoryConfig
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megamem.inputs import Inputs
+from megamem.chunk.inputs import Inputs
 
 HIGH_PRIORITY = -1
 """Priority of a CUDA stream whose kernels' blocks are placed before those of other streams that wait."""

@@ -14,8 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from megamem.model import MemoryGPTModel
-from megamem.shards import walk_shards
-from megamem.trained_part import ALL, Trained, TrainedPart
+from megamem.parameters.shards import walk_shards
+from megamem.parameters.trained_part import ALL, Trained, TrainedPart
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name, scales_in
 from pretrain.checkpoint.index import Index

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megamem.config import ModelConfig
+from megamem.config.model import ModelConfig
 from megamem.placement.sharing import BankSpec
 
 NO_BLOCK: frozenset[int] = frozenset()

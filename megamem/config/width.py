@@ -11,7 +11,7 @@ from enum import Enum
 
 from pydantic import PositiveInt
 
-from megamem.config_base import Config
+from megamem.config.base import Config
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Literal, Self
 
-from megamem.config_base import Config
+from megamem.config.base import Config
 from megamem.placement.sharing import SharingPlan
 from megamem.placement.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
 from megamem.placement.spans import PlacementConfig, Span, parse_spans
@@ -39,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class LookupShape:
-    """Request of a layer to its bank for one token, see `megamem.bank.TableLookup`.
+    """Request of a layer to its bank for one token, see `megamem.banks.bank.TableLookup`.
 
     Attributes:
         rows: J, rows read.
@@ -63,7 +63,7 @@ class LookupShape:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the auxiliary losses of a layer (`megamem.losses`); 0 switches one off.
+    """Weights of the auxiliary losses of a layer (`megamem.layers.losses`); 0 switches one off.
 
     `balance_sequences` are those over which the balance of keys takes its statistics.
     """
@@ -81,7 +81,7 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class ObservedQuantities:
-    """Observable quantities of a layer besides its rows and its output (`megamem.usage`).
+    """Observable quantities of a layer besides its rows and its output (`megamem.layers.usage`).
 
     Attributes:
         scores: its rows have scores.
@@ -172,7 +172,7 @@ class MemoryConfig(Config, ABC):
     (`megamem.layers.layer.MemoryLayer.expand_values`); those of all heads are as wide as the model."""
     follows_heads: ClassVar[bool] = False
     """True if a tensor-parallel rank reads the columns of its own heads of attention, where it has whole heads
-    (`megamem.bank.TableLookup.read_heads`)."""
+    (`megamem.banks.bank.TableLookup.read_heads`)."""
     reads_once: ClassVar[bool] = False
     """True if the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
     follows_width: ClassVar[bool] = False

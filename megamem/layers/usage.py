@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.memory_config import ObservedQuantities
+from megamem.config.memory import ObservedQuantities
 from megamem.placement.sharing import LayerView
 
 # Sums of a layer over its tokens: their number, and the token-weighted means below.

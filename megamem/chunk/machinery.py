@@ -9,9 +9,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from kernels.select import Kernels
 from megamem.attention.core import SdpaCoreAttention
 from megamem.backbone.norm import RMSNorm
-from megamem.bank import MakeBank
-from megamem.halo import UNCUT, Halo
-from megamem.side_stream import SideStream
+from megamem.banks.bank import MakeBank
+from megamem.chunk.halo import UNCUT, Halo
+from megamem.chunk.side_stream import SideStream
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megamem.backbone.parts import Site
-from megamem.bank import Bank
-from megamem.config import ModelConfig
-from megamem.controls import ControlledLookup
+from megamem.banks.bank import Bank
+from megamem.banks.controls import ControlledLookup
+from megamem.chunk.machinery import Machinery
+from megamem.config.memory import MemoryConfig
+from megamem.config.model import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layers.shared_read import SharedRead
-from megamem.machinery import Machinery
-from megamem.memory_config import MemoryConfig
-from megamem.parameters import Copy, parameter_device
+from megamem.parameters.declaration import Copy, parameter_device
 from megamem.placement.block_plan import plan_blocks
 from megamem.placement.spans import Span
 

@@ -26,7 +26,7 @@ class LayerCosts:
         select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
         kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
-        matrices: rows and columns of each of the layer's hidden matrices (`megamem.parameters.Matrices`).
+        matrices: rows and columns of each of the layer's hidden matrices (`megamem.parameters.declaration.Matrices`).
         split_by_heads: number of the parameters that tensor-parallel ranks split with attention's heads.
         halo_tokens: hidden states before each cut of a sequence that the rank behind it asks for.
     """

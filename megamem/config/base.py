@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, core_schema
 
-from megamem.identity import Role
+from megamem.config.identity import Role
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.memory_config import Control
+from megamem.config.memory import Control
 
 
 @dataclass(frozen=True)
 class ControlledLookup:
-    """A bank (`megamem.bank.TableLookup`) behind a control.
+    """A bank (`megamem.banks.bank.TableLookup`) behind a control.
 
     Attributes:
         bank: bank whose rows are read.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kernels.common.tables import row_dtype
 from kernels.select import Kernels
-from megamem.memory_config import MemoryConfig, Table
-from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
+from megamem.config.memory import MemoryConfig, Table
+from megamem.parameters.declaration import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
 from megamem.placement.sharing import BankSpec
 from megamem.token_tables.fetched import RowFetch
 

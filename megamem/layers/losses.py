@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.memory_config import LossWeights
+from megamem.config.memory import LossWeights
 
 LOSS_NAMES = ("tucker_penalty", "key_balance")
 """The losses by their names in metrics."""

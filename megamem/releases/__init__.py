@@ -1,0 +1,1 @@
+"""Public codes of the papers, and parameters under their names."""
