@@ -346,6 +346,11 @@ def test_a_gpu_that_is_too_small_is_told_with_the_part_and_the_remedy(
     assert "b200-192g, h100-80g, h200-141g" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_digit_too_many_is_refused_before_its_divisors_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(LARGE), "--gpus", "10000000000", "--gpu", "h100-80g"]) == 2
+    assert "--gpus is 10000000000: layouts are searched for 1048576 GPUs at most" in capsys.readouterr().err
+
+
 def test_cheaper_state_of_tables_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(REPOSITORY / "configs" / "ultramemv2" / "1.25b_12.5b.yaml")
     keys = ["optimizer.tables=row_wise", "optimizer.table_gradient_dtype=bf16"]

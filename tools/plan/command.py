@@ -48,6 +48,7 @@ and --count those of the best layouts before one is recommended.
 """
 
 _MOST_SKEW = 2.0
+_MOST_GPUS = 1 << 20
 
 
 def add_parser(subparsers: Any) -> None:
@@ -104,6 +105,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """Estimates and prints."""
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
+    if args.gpus > _MOST_GPUS:
+        raise ConfigError(f"--gpus is {args.gpus}: layouts are searched for {_MOST_GPUS} GPUs at most")
     if args.count < 0:
         raise ConfigError(f"--count is {args.count}: the layouts that are dry-run are 0 or more")
     hardware = load_hardware(args.gpu)
