@@ -277,9 +277,7 @@ def test_a_silent_section_and_list_elements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", ["beside", "instead"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_blocks_with_a_feed_forward_are_counted(
-    position: Literal["beside", "instead"], every: int
-) -> None:
+def test_blocks_with_a_feed_forward_are_counted(position: Literal["beside", "instead"], every: int) -> None:
     def model(num_layers: int) -> ModelConfig:
         memory = PkmConfig(
             num_keys=8, key_dim=8, value_dim=128, top_k=2, placement=PlacementConfig(every=every, position=position)
