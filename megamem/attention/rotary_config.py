@@ -21,7 +21,7 @@ class RotaryScalingConfig(Config):
 
     kind: Literal["linear", "ntk", "yarn", "llama3"] = "yarn"
     """linear: all frequencies divided by factor. ntk: theta raised so that the lowest is, and the highest stays. yarn,
-    llama3: those divided that turn few times over original_length, those kept that turn often, the others between."""
+    llama3: divided where they turn few times over original_length, kept where they turn often, in between for the others."""
     factor: Annotated[float, Ge(1), Advice("sequences are to become that many times as long")] = 8.0
     """Factor by which the length of sequences grows."""
     original_length: Annotated[

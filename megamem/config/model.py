@@ -393,14 +393,11 @@ class ModelConfig(Config):
     @property
     def num_ffn_blocks(self) -> int:
         """Blocks with a feed-forward, which memories in its place and inserted blocks do not have."""
-        return self.num_layers - sum(self._blocks_without_ffn(memory) for memory in self.memories)
-
-    def _blocks_without_ffn(self, memory: MemoryConfig) -> int:
-        placement = memory.placement
-        if placement.spans is None:
-            # All memories act alike, each in its own block; a list of them would be as long as the model is deep.
-            return 0 if memory.slot_of(Span(0, 0)).has_ffn else count_memory_layers(placement, self.num_layers)
-        return sum(not memory.slot_of(span).has_ffn for span in resolve_placement(placement, self.num_layers))
+        return self.num_layers - sum(
+            not memory.slot_of(span).has_ffn
+            for memory in self.memories
+            for span in resolve_placement(memory.placement, self.num_layers)
+        )
 
     @property
     def num_memory_layers(self) -> int:

@@ -61,7 +61,7 @@ class Family(Generic[C]):
 
     @property
     def kind(self) -> str:
-        """Its value of `model.memory.kind`."""
+        """Value of `model.memory.kind` that stands for the family."""
         (kind,) = (each.default for each in fields(self.config) if each.name == "kind")
         assert isinstance(kind, str)
         return kind

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def observes_usage(run: Run, step: int) -> bool:
     return run.config.model.memory is not None and every > 0 and step > 0 and step % every == 0
 
 
-class RowWriter(Callback):
+class RowWriter(Callback, ABC):
     """Writer of the rows of steps that are logged, and those of evaluations. Rank 0 only."""
 
     priority = Priority.WRITE
@@ -43,9 +44,9 @@ class RowWriter(Callback):
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         self.write({"step": run.state.step, **evaluation_row(evaluation)})
 
+    @abstractmethod
     def write(self, row: Row) -> None:
         """Keep a row, which names its step."""
-        raise NotImplementedError
 
 
 class MetricsFile(RowWriter):
