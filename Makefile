@@ -20,6 +20,8 @@ SEED ?= 1
 BENCH_BATCH ?= 8
 # Processes that share the tests: two more than cores, as those of Slurm mostly wait, and ranks wait for each other.
 WORKERS ?= 4
+# Of long lists of cases, a third or so that is another every week, or all; or the number of a week whose share is to be run again.
+CASES ?= $(shell echo $$(( $$(date +%s) / 604800 )))
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -72,7 +74,7 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	@echo
 	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
 
-test:  ## lint and types of all, and the whole suite of the product
+test:  ## lint and types of all, and the product's suite with this week's share of long lists of cases; CASES=all takes every one
 	@$(INSTALL) $(TEST_EXTRAS)
 	@# Lint takes one core for a minute, beside the tests, and says all at once what it found.
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
@@ -88,9 +90,9 @@ lint:  ## ruff, mypy, and the direction of imports
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports" --no-cache --no-logo
 
-pytest:  ## the product's suite alone
+pytest:  ## the product's suite alone, as make test
 	@$(INSTALL) $(TEST_EXTRAS)
-	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
+	MEGAMEM_WEEK=$(filter-out all,$(CASES)) "$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
 test-lab:  ## the whole suite of the laboratory
 	@$(INSTALL) $(TEST_EXTRAS)

@@ -56,6 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "costly: takes long and seldom breaks; skipped unless MEGAMEM_COSTLY is set")
 
 
+def pytest_report_header() -> str:
+    """Say which cases are run, as those of next week may fail where these pass."""
+    from tests.rotation import WEEK
+
+    return "cases: all" if WEEK is None else f"cases: the share of week {WEEK} (make test CASES=all runs every one)"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip costly tests that were not asked for."""
     if item.get_closest_marker("costly") and "MEGAMEM_COSTLY" not in os.environ:

@@ -1,0 +1,35 @@
+"""Shares of long lists of cases: a run of the suite takes one, the next week's run another, so that all have their turn.
+
+A list is one where cases meet the same code in other company, such as models on layouts: most mistakes fail many of them.
+`make test` names the week, `make test CASES=all` and pytest by itself take every case.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WEEK = int(os.environ["MEGAMEM_WEEK"]) if os.environ.get("MEGAMEM_WEEK") else None
+"""Number of the week whose share is run; None runs every case."""
+
+
+def in_rotation(cases: Sequence[T], parts: int = 3, week: int | None = WEEK) -> list[T]:
+    """Cases of this week's share, in their order. Neighbours, which are often of one kind, are spread over the shares.
+
+    Args:
+        parts: weeks after which all have been run; at most the number of cases, as no share may be empty.
+        week: counted from any time.
+    """
+    assert len(cases) >= parts, f"{len(cases)} cases cannot be spread over {parts} weeks: name fewer parts"
+    places = list(range(len(cases)))
+    random.Random(len(cases)).shuffle(places)
+    return [case for case, place in zip(cases, places, strict=True) if week is None or place % parts == week % parts]
+
+
+def named_in_rotation(cases: Mapping[str, T], parts: int = 3, week: int | None = WEEK) -> dict[str, T]:
+    """Cases of this week's share by their names, as `in_rotation`."""
+    return {name: cases[name] for name in in_rotation(list(cases), parts, week)}
