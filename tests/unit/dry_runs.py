@@ -24,6 +24,7 @@ from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from tests.deadline import launch_within
+from tests.rotation import in_rotation, named_in_rotation
 
 WORLD = 64
 MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16, sharing=SharingConfig("block", 2))
@@ -274,17 +275,15 @@ STREAMS["streams, mixed again"] = replace(
 STREAMS["streams, looking back"] = replace(
     LOOKING_BACK, model=replace(LOOKING_BACK.model, residual_streams=ResidualStreamsConfig())
 )
-CONFIGS = {
+_IN_TURN = {
     **STREAMS,
     "further tokens": AHEAD,
     "further tokens, context": replace(
         CUT["ring"], model=AHEAD.model, train=replace(CUT["ring"].train, recompute="selective")
     ),
-    "split": LONGER,
     "interleaved": INTERLEAVED,
     "dense": DENSE,
     "mixture": MIXTURE,
-    "offloaded": OFFLOADED,
     "selective": SELECTIVE,
     "latents": LATENTS,
     "inserted": INSERTED,
@@ -315,8 +314,9 @@ CONFIGS = {
     "latents, of queries too": QUERIES_TOO,
     "latents, partly trained": PARTLY_TRAINED,
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
-    **CUT,
 }
+# Tests ask for the first of these by name, beside what plans predict of each.
+CONFIGS = {"split": LONGER, "offloaded": OFFLOADED, **CUT, **named_in_rotation(_IN_TURN)}
 REAL = replace(
     SPLIT,
     parallel=ParallelConfig(memory=2),
@@ -334,24 +334,20 @@ LAUNCHED = {
     "mixture": OF_EXPERTS,
     "larger mixture": replace(OF_EXPERTS, model=replace(OF_EXPERTS.model, moe=MoEConfig(32, 4, 128))),
 }
+_STREAMS = {kind: ResidualStreamsConfig(kind=kind, rank=32) for kind in ("mhc", "single_pass", "gated", "plain")}
 LAUNCHED_STREAMS = {
-    kind: replace(
-        LAUNCHED["dense"],
-        model=replace(LAUNCHED["dense"].model, residual_streams=ResidualStreamsConfig(kind=kind, rank=32)),
-    )
-    for kind in ("mhc", "single_pass", "gated", "plain")
+    kind: replace(LAUNCHED["dense"], model=replace(LAUNCHED["dense"].model, residual_streams=streams))
+    for kind, streams in named_in_rotation(
+        _STREAMS | {"static": ResidualStreamsConfig(kind="plain", dynamic=False)}
+    ).items()
 }
-LAUNCHED_STREAMS["static"] = replace(
-    LAUNCHED["dense"],
-    model=replace(LAUNCHED["dense"].model, residual_streams=ResidualStreamsConfig(kind="plain", dynamic=False)),
-)
 ACROSS_RANKS = {
     (way, size): replace(
         LAUNCHED["dense"],
         parallel=ParallelConfig(context=size, context_attention=way),
         train=replace(ALONE.train, global_batch_size=8 // size),
     )
-    for way, size in (("gather", 2), ("heads", 4), ("ring", 2), ("ring", 8))
+    for way, size in in_rotation([("gather", 2), ("heads", 4), ("ring", 2), ("ring", 8)], parts=2)
 }
 
 

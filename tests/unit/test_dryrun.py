@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megamem.families.move.config import MoveConfig
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainedRowsConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, TrainedRowsConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes
@@ -34,6 +34,7 @@ from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
+from tests.rotation import in_rotation, named_in_rotation
 from tests.unit.dry_runs import (
     ACROSS_RANKS,
     CONFIGS,
@@ -85,7 +86,7 @@ def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
         assert counted < 0.95 * adamw
 
 
-@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize("num_replicas", in_rotation([1, 4], parts=2))
 def test_gradients_of_rows_take_what_plans_count_and_little_less(num_replicas: int) -> None:
     """Lookups that read far more than a rank's part of the table, whose ids are sorted together; replicas send each other
     all of it."""
@@ -138,7 +139,7 @@ def test_rows_that_are_trained_alone_send_what_plans_count() -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "heads", "folder", "every"),
-    [(1, 8, None, 1), (1, 8, None, 3), (2, 8, None, 1), (4, 2, None, 2), (1, 8, "/nowhere", 1)],
+    in_rotation([(1, 8, None, 1), (1, 8, None, 3), (2, 8, None, 1), (4, 2, None, 2), (1, 8, "/nowhere", 1)]),
 )
 def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: str | None, every: int) -> None:
     """Stages whose copy of a bank has other numbers of readers send sums of as many rows, of all steps since the last update;
@@ -166,16 +167,21 @@ def test_copies_send_what_plans_count_and_meet(tensor: int, heads: int, folder: 
             assert counted * 0.98 <= stage.total <= 1.25 * counted
 
 
-@pytest.mark.parametrize(
-    ("whole", "num_replicas", "every"),
-    [(IN_FILES, 1, 1), (IN_FILES, 4, 1), (IN_FILES, 4, 3), (PARTLY_IN_FILES, 1, 1)],
-    ids=["one family", "replicas", "replicas, every third step", "one of two families"],
-)
-def test_tables_in_files_take_what_plans_count_and_little_less(whole: RunConfig, num_replicas: int, every: int) -> None:
+FILED = {
+    "one family": (IN_FILES, 1, 1),
+    "replicas": (IN_FILES, 4, 1),
+    "replicas, every third step": (IN_FILES, 4, 3),
+    "one of two families": (PARTLY_IN_FILES, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", named_in_rotation(FILED, parts=2))
+def test_tables_in_files_take_what_plans_count_and_little_less(name: str) -> None:
     """Files, and rows of two steps, of all replicas, beside the largest moment of a step; ids are exchanged once per step. A
     step that updates tables has the rows of those that wait, too."""
     from lab.maintenance.agreement import figures
 
+    whole, num_replicas, every = FILED[name]
     config = replace(whole, parallel=replace(whole.parallel, memory=32 // num_replicas))
     config = replace(config, optimizer=replace(config.optimizer, tables_every=every))
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
