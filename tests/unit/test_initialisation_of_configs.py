@@ -32,6 +32,7 @@ from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from pretrain.config.stages import load_config
 from tests.costly import COSTLY
+from tests.rotation import in_rotation
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -177,7 +178,7 @@ def test_every_kind_of_layer_is_measured() -> None:
     assert kinds(MEASURED) == kinds(NAMES)
 
 
-@pytest.mark.parametrize("name", [*MEASURED, *(pytest.param(name, marks=COSTLY) for name in LARGEST)])
+@pytest.mark.parametrize("name", [*in_rotation(MEASURED), *(pytest.param(name, marks=COSTLY) for name in LARGEST)])
 def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_property: Any) -> None:
     sample = measure(MODELS[name])
     for choice, ratios in sample.ratios.items():
