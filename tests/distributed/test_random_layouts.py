@@ -28,7 +28,7 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import UserError
 
-NUM_PAIRS = int(os.environ.get("MEGAMEM_PAIRS", "8"))
+NUM_PAIRS = int(os.environ.get("MEGAMEM_PAIRS", "5"))
 WEEK = datetime.now(UTC).isocalendar()
 SEED = int(os.environ.get("MEGAMEM_PAIRS_SEED", f"{WEEK.year}{WEEK.week:02}"))
 NUM_RANKS = 4
