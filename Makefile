@@ -43,6 +43,7 @@ TOKENIZER := data/stdlib-4096.json
 DATA := data/stdlib
 # Whether the corpus is that of the dense model's recorded losses: every Python has sources of its own.
 IS_RECORDED = "$(BIN)/megamem" data inspect "$(DATA)" | grep "validation .* 629,351 bytes of text" >/dev/null
+PYTEST := MEGAMEM_WEEK=$(filter-out all,$(CASES)) "$(BIN)/python" -m pytest
 # A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -92,11 +93,11 @@ lint:  ## ruff, mypy, and the direction of imports
 
 pytest:  ## the product's suite alone, as make test
 	@$(INSTALL) $(TEST_EXTRAS)
-	MEGAMEM_WEEK=$(filter-out all,$(CASES)) "$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
+	$(PYTEST) -p tests.every_test_collected $(SPREAD)
 
 test-lab:  ## the whole suite of the laboratory
 	@$(INSTALL) $(TEST_EXTRAS)
-	"$(BIN)/python" -m pytest -p tests.every_test_collected lab/tests $(SPREAD)
+	$(PYTEST) -p tests.every_test_collected lab/tests $(SPREAD)
 
 test-more:  ## what make test leaves out: kernels built for every generation of GPUs, a run of stages killed twenty times, lm-eval on an exported model, which the oldest and the newest transformers load, vLLM where make serve-check installed it, the largest models' initial outputs, the C++ kernels under sanitizers, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
@@ -107,7 +108,7 @@ test-more:  ## what make test leaves out: kernels built for every generation of 
 test-ranks:  ## a short quickstart and tests that start ranks, for another engine, interpreter or build of torch, as in ENGINE=0.19 PYTHON=python3.12; runs go on with the engine of OTHER_VENV and back
 	@$(MAKE) --no-print-directory quickstart RUN=runs/short-$(notdir $(VENV)) OVERRIDES="train.num_steps=60 checkpoint.every_steps=50"
 	@$(INSTALL) $(TEST_EXTRAS)
-	MEGAMEM_OTHER_PYTHON=$(wildcard $(abspath $(OTHER_VENV))/bin/python) "$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
+	MEGAMEM_OTHER_PYTHON=$(wildcard $(abspath $(OTHER_VENV))/bin/python) $(PYTEST) $(SPREAD) $(RANK_TESTS)
 
 serve-check:  ## exported models in vLLM beside the trained ones: 32 requests at once, token by token. The first time it installs vLLM for CPUs into SERVE_VENV (3.5 GB)
 	@$(INSTALL) $(TEST_EXTRAS)
