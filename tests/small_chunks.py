@@ -24,7 +24,6 @@ CHUNKS: Chunks = {
     "pretrain.data.contents": {"_READ_BYTES": 1000},
     "pretrain.data.indexed_files": {"_DOCUMENTS_AT_ONCE": 3},
     "pretrain.data.manifest": {"_BYTES_AT_ONCE": 1000},
-    "pretrain.data.quantise": {"_DISTANCES_AT_A_TIME": 1000},
     "pretrain.data.scored": {"_BYTES_AT_ONCE": 5},
     "pretrain.data.workers": {"_MAX_BATCH_BYTES": 2000, "_MAX_BATCH_RECORDS": 3},
     "pretrain.engine.tables.table_files": {"_ROWS_OF_A_READER": 5},

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from commands import Result
 from engine_stand_in import engine_stand_in
@@ -114,14 +113,11 @@ def words(tmp_path_factory: pytest.TempPathFactory, place: Path, corpus: Path, c
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("def f(x):\n    return x\n" * 9)
     (folder / "texts" / "b.txt").write_text("print(1)\n" * 9)
-    pixels = np.arange(4 * 4 * 4, dtype=np.float64).reshape(4, 4, 4, 1)
-    np.savez(folder / "images.npz", images=pixels, classes=np.arange(4))
     return {
         "place": place,
         "corpus": corpus,
         "config": config_file,
         "texts": folder / "texts",
-        "images": folder / "images.npz",
         "repository": REPOSITORY,
         "patch": write_some_patch(place / "run", folder / "facts.safetensors", {"banks.0.values": (1,)}),
         "engine": engine_stand_in(folder / "engine", "vllm")[0],

@@ -21,8 +21,6 @@ WRITERS: dict[str, str] = {
     "data prepare": "{texts} --output {place}/made --workers 1 --tokenizer bytes",
     "data tokenizer": "{texts} --vocab-size 257 --output {place}/made.json",
     "data compress": "bytes --output {place}/made.npy",
-    "data package": "megamem==0 --files *.txt --output {place}/made.jsonl",
-    "data codes": "{images} --patch 2 --codes 2 --output {place}/made.npz",
     "tables": "{place}/run --form int8 --output {place}/made",
     "checkpoint convert": "{place}/run {place}/made",
     "patch counts": "{place}/run --output {place}/made.npz",

@@ -6,7 +6,6 @@ from typing import Any
 
 from tools.data.inspect import add_inspect, add_verify
 from tools.data.prepare import add_prepare
-from tools.data.sources import add_codes, add_package
 from tools.data.token_ids import add_compress, add_tokenizer
 
 
@@ -16,8 +15,6 @@ def add_parser(subparsers: Any) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_prepare(commands)
     add_tokenizer(commands)
-    add_codes(commands)
     add_compress(commands)
-    add_package(commands)
     add_inspect(commands)
     add_verify(commands)

@@ -1,4 +1,4 @@
-"""Images as codes: the quantiser, the arrays that are prepared, and the tokenizer whose words they are."""
+"""Images as codes: the arrays that are prepared, and the tokenizer whose words they are."""
 
 from __future__ import annotations
 
@@ -14,62 +14,14 @@ from pretrain.data import sources
 from pretrain.data.files import list_files
 from pretrain.data.manifest import open_dataset
 from pretrain.data.prepare import prepare
-from pretrain.data.quantise import k_means, nearest, patches, quantise_file
 from pretrain.data.sources import read_records
 from pretrain.data.tokenizer import CodeTokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 
-def test_patches_are_cut_row_by_row() -> None:
-    pixels = np.arange(2 * 4 * 6 * 2, dtype=np.float64).reshape(2, 4, 6, 2)
-    cut = patches(pixels, 2)
-    assert cut.shape == (2, 6, 8)
-    for image, row, column in np.ndindex(2, 2, 3):
-        expected = pixels[image, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2].ravel()
-        assert np.array_equal(cut[image, 3 * row + column], expected)
-    with pytest.raises(DataError, match="--patch 4 does not divide images of 4 x 6 pixels"):
-        patches(pixels, 4)
-
-
-def test_k_means_end_where_no_vector_and_no_mean_moves() -> None:
-    """Each mean is that of the vectors nearest to it, found here one by one; and clusters that are apart are found."""
-    generator = np.random.default_rng(1)
-    centres = np.array([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [30.0, 30.0]])
-    vectors = np.concatenate([centre + generator.normal(size=(25, 2)) for centre in centres])
-    means = k_means(vectors, 4)
-    of = [int(np.argmin([np.sum((vector - mean) ** 2) for mean in means])) for vector in vectors]
-    assert nearest(vectors, means).tolist() == of
-    for number, mean in enumerate(means):
-        assert np.allclose(mean, np.mean([v for v, at in zip(vectors, of, strict=True) if at == number], 0), atol=1e-12)
-    assert len({tuple(of[start : start + 25]) for start in range(0, 100, 25)}) == 4
-    assert np.array_equal(k_means(vectors, 4), means)
-
-
-def test_as_many_means_as_vectors_are_the_vectors() -> None:
-    vectors = np.array([[3.0], [1.0], [1.0], [2.0]])
-    assert sorted(k_means(vectors, 3)[:, 0]) == [1.0, 2.0, 3.0]
-    with pytest.raises(DataError, match="--codes 4: the images have 3 kinds of patches"):
-        k_means(vectors, 4)
-
-
-def test_a_mean_that_loses_all_its_vectors_starts_again() -> None:
-    vectors = np.array([[0.0], [0.1], [0.2], [50.0], [51.0], [100.0]])
-    means = k_means(np.repeat(vectors, [9, 9, 9, 1, 1, 1], 0), 4)
-    assert len(np.unique(nearest(vectors, means))) == 4
-
-
-def images(folder: Path) -> Path:
-    """Twelve pictures of three kinds of bars, with their kinds as classes."""
-    pixels = np.zeros((12, 4, 4))
-    for number in range(12):
-        pixels[number, number % 3] = 1 + number % 2
-    np.savez(folder / "images.npz", images=pixels, classes=np.arange(12) % 3)
-    return folder / "images.npz"
-
-
 def test_images_become_documents_of_their_class_and_codes(tmp_path: Path) -> None:
-    codes = quantise_file(images(tmp_path), tmp_path / "codes.npz", patch=2, num_codes=5)
-    assert codes.shape == (12, 4)
+    codes = np.random.default_rng(1).integers(0, 5, (12, 4))
+    np.savez(tmp_path / "codes.npz", codes=codes, classes=np.arange(12) % 3)
     tokenizer = load_tokenizer("codes:5,3")
     prepared = prepare(
         [str(tmp_path / "codes.npz")], tmp_path / "data", tokenizer, validation_fraction=0.3, num_workers=1
@@ -123,14 +75,6 @@ def test_arrays_that_are_no_codes_are_refused(tmp_path: Path, arrays: dict[str, 
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         prepare([str(tmp_path / "a.npz")], tmp_path / "data", CodeTokenizer(8, 2), num_workers=1)
-
-
-def test_files_that_are_no_images_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.npz").write_text("no arrays")
-    np.savez(tmp_path / "flat.npz", images=np.zeros((3, 4)), classes=np.zeros(3, int))
-    for name, message in (("text", "cannot be read"), ("flat", r"images is \[3, 4\]"), ("none", "cannot be read")):
-        with pytest.raises(DataError, match=message):
-            quantise_file(tmp_path / f"{name}.npz", tmp_path / "codes.npz", patch=2, num_codes=2)
 
 
 def test_codes_are_read_row_by_row_and_arrays_have_a_largest_size(
