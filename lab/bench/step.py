@@ -17,7 +17,8 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.part_costs import Cost, Part, part_costs
-from pretrain.planning.costs.timing import StepTime, TimePart, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import StepTime, step_time
 from pretrain.planning.costs.twins import dense_twin, experts_twin
 
 _PEAKS = (

@@ -18,7 +18,8 @@ from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, all_estimates, estimate, recommended
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.pipeline_stages import Division
-from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import step_time
 from pretrain.planning.costs.twins import dense_twin
 
 GPU = "h100-80g"

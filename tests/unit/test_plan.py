@@ -39,7 +39,8 @@ from pretrain.planning.costs.layouts import (
 )
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.pipeline_stages import Division
-from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import step_time
 from pretrain.planning.costs.twins import dense_twin
 from tools import cli
 from tools.plan.command import with_counts

@@ -9,7 +9,8 @@ import pytest
 
 from pretrain.config.stages import load_config
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import step_time
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "ultramemv2"
 H100 = load_hardware("h100-80g")

@@ -14,6 +14,7 @@ from lab.maintenance.check_plan import shipped_models
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, table_gradient_bytes
+from pretrain.planning.costs.exchange_seconds import beside_backward
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
@@ -26,7 +27,8 @@ from pretrain.planning.costs.row_seconds import (
     moved_bytes,
     row_seconds,
 )
-from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import assumptions, step_time
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import trained_dense, trained_tables
 from tools import cli

@@ -7,7 +7,7 @@ from pathlib import Path
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.layouts import Estimate
 from pretrain.planning.costs.memory_parts import MemoryPart
-from pretrain.planning.costs.timing import TimePart
+from pretrain.planning.costs.time_parts import TimePart
 from tools.common.drawing import svg
 
 

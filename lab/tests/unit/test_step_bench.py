@@ -20,7 +20,8 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.part_costs import Part, part_costs
-from pretrain.planning.costs.timing import TimePart, step_time
+from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.costs.timing import step_time
 from tools.cli import build_parser
 
 H100 = load_hardware("h100-80g")
