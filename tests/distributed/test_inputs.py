@@ -39,6 +39,7 @@ from pretrain.planning.costs.formulas import count_parameters
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 from tests.families.behind_heads.config import HEADS
+from tests.rotation import in_rotation
 
 # Pairs of blocks are closed in themselves, for two stages of two chunks.
 SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
@@ -240,24 +241,26 @@ def outcomes(variants: list[tuple[dict[str, int], Any]]) -> dict[str, list[tuple
 
 
 def test_no_schedule_no_layout_and_no_recomputation_changes_what_a_memory_sees(run_ranks: Any) -> None:
-    one: list[tuple[dict[str, int], Any]] = [({}, "none"), ({}, "selective"), ({}, "full")]
     # Schedules have several microbatches on their way when blocks are recomputed, and meet every way to do so: whole
-    # blocks on four ranks.
-    two = [
-        ({"tensor": 2}, "selective"),
-        ({"context": 2}, "none"),
-        ({"pipeline": 2}, "selective"),
-        ({"pipeline": 2, "virtual_pipeline": 2}, "none"),
-        ({"pipeline": 2, "virtual_pipeline": 2}, "selective"),
+    # blocks on four ranks. In an order that gives every share one run of four ranks.
+    variants: list[tuple[int, dict[str, int], Any]] = [
+        (1, {}, "selective"),
+        (2, {"tensor": 2}, "selective"),
+        (4, {"pipeline": 2, "virtual_pipeline": 2, "tensor": 2}, "full"),
+        (1, {}, "full"),
+        (4, {"pipeline": 2, "context": 2}, "full"),
+        (2, {"context": 2}, "none"),
+        (2, {"pipeline": 2}, "selective"),
+        (4, {"tensor": 2, "context": 2}, "full"),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, "none"),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, "selective"),
     ]
-    four = [
-        ({"pipeline": 2, "virtual_pipeline": 2, "tensor": 2}, "full"),
-        ({"pipeline": 2, "context": 2}, "full"),
-        ({"tensor": 2, "context": 2}, "full"),
-    ]
-    alone = run_ranks(lambda: outcomes(one), 1)[0]
-    found = alone | run_ranks(lambda: outcomes(two), 2)[0] | run_ranks(lambda: outcomes(four), 4)[0]
-    expected = alone["{} none"]
+    variants = [(1, {}, "none"), *in_rotation(variants)]
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for num_ranks in sorted({number for number, _, _ in variants}):
+        here = [(layout, recompute) for number, layout, recompute in variants if number == num_ranks]
+        found |= run_ranks(lambda here=here: outcomes(here), num_ranks)[0]
+    expected = found["{} none"]
     for name, rows in found.items():
         for actual, right in zip(rows, expected, strict=True):
             assert actual == pytest.approx(right, rel=TOLERANCE), name

@@ -29,6 +29,7 @@ from pretrain.checkpoint.run_entries import restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.engine import muon
 from pretrain.errors import CheckpointError
+from tests.rotation import in_rotation
 
 HAS_ORACLE = hasattr(torch.optim, "Muon")
 NEEDS_ORACLE = pytest.mark.skipif(not HAS_ORACLE, reason=f"torch {torch.__version__} has no torch.optim.Muon")
@@ -65,6 +66,7 @@ UP_PROJECTIONS = replace(
     model=replace(PRIVATE.model, memory=StemConfig(value_dim=24, placement=PlacementConfig(blocks=(1, 3)))),
 )
 HEADS = replace(PRIVATE, model=replace(PRIVATE.model, memory=MIDUS))
+ALL_KEYS = {"muon_scale": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3}
 
 
 def step_of_oracle(
@@ -130,15 +132,17 @@ def test_updates_follow_the_width_as_the_page_says(run_ranks: Any, scale: str, f
 @NEEDS_ORACLE
 @pytest.mark.parametrize(
     ("config", "keys"),
-    [
-        (WIDE, {}),
-        (BESIDE_EXPERTS, {"muon_scale": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3}),
-        (NGRAMS, {}),
-        (LATENTS, {}),
-        (HEADS, {}),
-        (UP_PROJECTIONS, {}),
-    ],
-    ids=["wide heads", "experts, all keys", "n-grams", "latents", "heads' own matrices", "up-projections"],
+    in_rotation(
+        [
+            pytest.param(WIDE, {}, id="wide heads"),
+            pytest.param(BESIDE_EXPERTS, ALL_KEYS, id="experts, all keys"),
+            pytest.param(NGRAMS, {}, id="n-grams"),
+            pytest.param(LATENTS, {}, id="latents"),
+            pytest.param(HEADS, {}, id="heads' own matrices"),
+            pytest.param(UP_PROJECTIONS, {}, id="up-projections"),
+        ],
+        2,
+    ),
 )
 def test_one_rank_steps_as_torch_does(run_ranks: Any, config: RunConfig, keys: dict[str, Any]) -> None:
     """To the bit, in bf16 with fp32 main weights and fp32 momentum."""
@@ -192,6 +196,10 @@ MODELS = {
 WITH_TABLES = ("experts and memories", "up-projections")
 LAYOUTS: dict[str, dict[str, int]] = {"tensor 2 x data 2": {"tensor": 2}, "context 2 x data 2": {"context": 2}}
 OF_TABLES = {"tensor 2 x memory 4": {"tensor": 2, "memory": 4}, "pipeline 2 x memory 2": {"pipeline": 2, "memory": 2}}
+PAIRS = in_rotation(
+    [(name, layout) for name in MODELS for layout in LAYOUTS]
+    + [(n, layout) for n in WITH_TABLES for layout in OF_TABLES]
+)
 
 
 def planted(shape: tuple[int, ...], step: int, key: str) -> Tensor:
@@ -215,17 +223,17 @@ def updated(config: RunConfig, folder: Path) -> None:
 def test_every_layout_has_the_bits_of_one_rank(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix is worked on whole, on one rank, whoever owns parts of it; gradients are equal. In several rounds."""
     monkeypatch.setattr(muon, "ROUND_ELEMENTS", 1000)
-    models = {name: by_muon(model, "fp32", muon_momentum=0.5) for name, model in MODELS.items()}
+    names = list(dict.fromkeys(name for name, _ in PAIRS))
 
-    def main(num_ranks: int) -> None:
-        for name, config in models.items():
-            layouts = {"one": {}} if num_ranks == 1 else LAYOUTS | (OF_TABLES if name in WITH_TABLES else {})
-            for layout, axes in layouts.items():
-                updated(on(config, micro_batch_size=2, **axes), tmp_path / name / layout)
+    def main(pairs: list[tuple[str, str]]) -> None:
+        for name, layout in pairs:
+            config = by_muon(MODELS[name], "fp32", muon_momentum=0.5)
+            axes = {"one": {}, **LAYOUTS, **OF_TABLES}[layout]
+            updated(on(config, micro_batch_size=2, **axes), tmp_path / name / layout)
 
-    run_ranks(lambda: main(1), 1)
-    run_ranks(lambda: main(4), 4, timeout_s=300)
-    for name in models:
+    run_ranks(lambda: main([(name, "one") for name in names]), 1)
+    run_ranks(lambda: main(PAIRS), 4, timeout_s=300)
+    for name in names:
         one, *others = sorted((tmp_path / name).iterdir(), key=lambda folder: folder.name != "one")
         expected = read_all(one / "step_00000000")
         momenta = [key for key in expected if key.startswith("optimizer.state.momentum.")]

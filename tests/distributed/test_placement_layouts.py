@@ -14,6 +14,7 @@ from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig
 from tests.distributed.tiny_runs import MEMORY, SHARED, tiny_run
+from tests.rotation import in_rotation
 
 
 def placed(placement: PlacementConfig, sharing: SharingConfig | None = None) -> RunConfig:
@@ -32,12 +33,13 @@ def train(config: RunConfig, num_steps: int = 2) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        placed(PlacementConfig(every=2), SharingConfig("block", 2)),
-        placed(PlacementConfig(blocks=(5, 6)), SharingConfig("ring", 2)),
-        placed(PlacementConfig(blocks=(0, 6), position="instead")),
-    ],
-    ids=["every second, shared", "the second stage alone", "instead of the feed-forward"],
+    in_rotation(
+        [
+            pytest.param(placed(PlacementConfig(every=2), SharingConfig("block", 2)), id="every second, shared"),
+            pytest.param(placed(PlacementConfig(blocks=(5, 6)), SharingConfig("ring", 2)), id="the second stage alone"),
+            pytest.param(placed(PlacementConfig(blocks=(0, 6), position="instead")), id="instead of the feed-forward"),
+        ]
+    ),
 )
 def test_no_layout_changes_a_run(run_ranks: Any, config: RunConfig) -> None:
     (alone,) = run_ranks(lambda: train(config), 1)
@@ -66,7 +68,7 @@ def test_a_checkpoint_of_a_stage_without_memory_goes_on_elsewhere(run_ranks: Any
         assert actual == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize(("recompute", "layout"), [("none", {"pipeline": 2}), ("full", {"tensor": 2})])
+@pytest.mark.parametrize(("recompute", "layout"), in_rotation([("none", {"pipeline": 2}), ("full", {"tensor": 2})], 2))
 def test_they_train_in_bf16(run_ranks: Any, recompute: Any, layout: dict[str, int]) -> None:
     moe = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=24)
     config = placed(PlacementConfig(spans="0:2/1:3/5:5"))

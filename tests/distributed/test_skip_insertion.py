@@ -7,9 +7,8 @@ Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 from tests.microbatch import some_inputs
+from tests.rotation import in_rotation
 
 # Overlapping, nested, one that adds where it reads, two that add after the same block; the first four blocks are closed
 # in themselves.
@@ -166,41 +166,57 @@ LAYOUTS: dict[PlacementConfig, list[dict[str, int]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A run on some ranks that recomputes in a way; by default the one that all others are compared with."""
+
+    placement: PlacementConfig
+    num_ranks: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+def variants_of(placement: PlacementConfig) -> list[Variant]:
+    """One rank that recomputes, each layout with its own way to do so, and a schedule with all."""
+    layouts = [ParallelConfig(**layout) for layout in LAYOUTS[placement]]
+    on_two = [*zip(layouts, itertools.cycle(("full", "none", "selective")), strict=False)]
+    if layouts[0].virtual_pipeline > 1:
+        on_two += [(layouts[0], way) for way in ("none", "selective")]
+    return [
+        *(Variant(placement, recompute=way) for way in ("selective", "full")),
+        *(Variant(placement, 2, layout, way) for layout, way in on_two),
+    ]
+
+
+VARIANTS = in_rotation([variant for placement in LAYOUTS for variant in variants_of(placement)])
+PLACEMENTS = list(dict.fromkeys(variant.placement for variant in VARIANTS))
+
+
 @pytest.fixture(scope="module")
-def trained(run_ranks: Any) -> dict[PlacementConfig, list[list[tuple[float, float]]]]:
-    """Runs by placement, the first of which is of one rank that keeps all.
+def trained(run_ranks: Any) -> dict[Variant, list[tuple[float, float]]]:
+    """Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed."""
+    variants = [*map(Variant, PLACEMENTS), *VARIANTS]
 
-    Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed.
-    """
+    def main(num_ranks: int) -> dict[Variant, list[tuple[float, float]]]:
+        return {
+            variant: train(
+                replace(config, parallel=variant.parallel, train=replace(config.train, recompute=variant.recompute))
+            )
+            for variant in variants
+            for config in [placed(variant.placement)]
+            if variant.num_ranks == num_ranks
+        }
 
-    def of_all(variants: Callable[[PlacementConfig], list[tuple[dict[str, int], Any]]]) -> list[Any]:
-        return [
-            [
-                train(replace(config, parallel=ParallelConfig(**layout), train=replace(config.train, recompute=way)))
-                for layout, way in variants(placement)
-            ]
-            for placement in LAYOUTS
-            for config in [placed(placement)]
-        ]
-
-    def on_two(placement: PlacementConfig) -> list[tuple[dict[str, int], Any]]:
-        """Each layout with its own way to recompute, and a schedule with all."""
-        layouts = LAYOUTS[placement]
-        others = [(layouts[0], way) for way in ("none", "selective")] if "virtual_pipeline" in layouts[0] else []
-        return [*zip(layouts, itertools.cycle(("full", "none", "selective")), strict=False), *others]
-
-    alone = run_ranks(lambda: of_all(lambda _: [({}, "none"), ({}, "selective"), ({}, "full")]), 1)[0]
-    together = run_ranks(lambda: of_all(on_two), 2)[0]
-    return {placement: [*one, *two] for placement, one, two in zip(LAYOUTS, alone, together, strict=True)}
+    return {variant: run for n in (1, 2) for variant, run in run_ranks(lambda n=n: main(n), n)[0].items()}
 
 
-@pytest.mark.parametrize("placement", LAYOUTS, ids=str)
-def test_no_layout_and_no_recomputation_changes_a_run(trained: dict[PlacementConfig, Any], placement: Any) -> None:
-    expected, *runs = trained[placement]
-    assert len(runs) == 2 + len(LAYOUTS[placement]) + 2 * ("virtual_pipeline" in LAYOUTS[placement][0])
-    for run in runs:
-        for actual, reference in zip(run, expected, strict=True):
-            assert actual == pytest.approx(reference, rel=TOLERANCE)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_no_layout_and_no_recomputation_changes_a_run(trained: dict[Variant, Any], placement: PlacementConfig) -> None:
+    expected = trained[Variant(placement)]
+    for variant in VARIANTS:
+        if variant.placement == placement:
+            for actual, reference in zip(trained[variant], expected, strict=True):
+                assert actual == pytest.approx(reference, rel=TOLERANCE), variant
 
 
 def test_blocks_of_another_family_pass_it_on(run_ranks: Any) -> None:

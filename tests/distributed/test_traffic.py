@@ -36,6 +36,7 @@ from pretrain.planning.costs.traffic import (
     exchanged_bytes,
     lookup_traffic,
 )
+from tests.rotation import in_rotation
 
 GROUP = 3
 TOKENS = 7
@@ -193,7 +194,7 @@ def test_gradients_of_copies_are_added_up_as_the_formula_says(run_ranks: Any) ->
 
 
 def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
-    configs = [
+    every = [
         on(SHARED, memory=2, micro_batch_size=2),
         on(PRIVATE, tensor=2, memory=2),
         on(SHARED, tensor=2, memory=2, recompute="full"),
@@ -203,6 +204,7 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
         on(with_memory(StemConfig(vocab_size=61, value_dim=24)), tensor=2, memory=2),
         on(with_memory(MomeConfig(vocab_size=61, value_dim=8, num_heads=2, gate_channels=7)), tensor=2, memory=2),
     ]
+    configs = in_rotation(every)
 
     def main() -> list[int]:
         totals = []
@@ -227,7 +229,7 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
         on(PRIVATE, context=4, recompute="selective"),
         on(PRIVATE, tensor=2, context=2, recompute="full"),
     ]
-    configs = [
+    every = [
         replace(
             config,
             model=replace(config.model, num_layers=2),
@@ -239,6 +241,7 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
         for way in (WAYS if number == 0 else [each for index, each in enumerate(WAYS) if index != number % len(WAYS)])
         for precision in ("fp32", "bf16")[: 1 + (number == 0)]
     ]
+    configs = in_rotation(every)
 
     def main() -> list[int]:
         totals = []

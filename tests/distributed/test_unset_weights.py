@@ -23,6 +23,7 @@ from pretrain.engine import build
 from pretrain.engine.build import build_chunks, build_unset_chunks
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
+from tests.rotation import in_rotation
 
 STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
 SAVED = "step_00000002"
@@ -68,7 +69,7 @@ def everything(run: TinyRun) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_rotation(list(CASES), 2))
 def test_a_restored_run_has_every_bit_from_the_checkpoint(run_ranks: Any, tmp_path: Path, name: str) -> None:
     config, num_ranks = CASES[name]
 

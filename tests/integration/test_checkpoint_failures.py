@@ -23,6 +23,7 @@ from pretrain.config.stages import load_config
 from pretrain.engine.session import session
 from pretrain.train.run import agreed_checkpoint
 from tests.deadline import launch_within
+from tests.rotation import in_rotation
 
 TWO = ("parallel.pipeline=2",)
 
@@ -69,7 +70,9 @@ def five_steps(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, confi
 
 
 @pytest.mark.parametrize(
-    "fill", [full_for_all, full_for_rank_0_while_it_saves, full_at_the_end_of_saving], ids=lambda fill: fill.__name__
+    "fill",
+    in_rotation([full_for_all, full_for_rank_0_while_it_saves, full_at_the_end_of_saving]),
+    ids=lambda fill: fill.__name__,
 )
 def test_disk_full_while_saving(
     megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path, fill: Callable[[], None]

@@ -18,6 +18,7 @@ from pretrain.convert.registry import open_checkpoint
 from pretrain.convert.resources import Resources
 from pretrain.convert.verify import problems_of
 from pretrain.errors import UserError
+from tests.rotation import in_rotation
 from tools.cli import main
 
 
@@ -198,7 +199,7 @@ def elements(tensor: torch.Tensor) -> bytes:
     return tensor.flatten().float().sort().values.numpy().tobytes()
 
 
-@pytest.mark.parametrize("options", CONVERSIONS)
+@pytest.mark.parametrize("options", in_rotation(CONVERSIONS))
 def test_other_readers_find_what_two_options_ask_for(saved_run: Path, tmp_path: Path, options: str) -> None:
     """Numbers of the run's checkpoint, in the dtype that was asked for, by the readers of PyTorch and safetensors."""
     words = options.split()

@@ -13,6 +13,7 @@ from commands import Megamem, evaluations
 from pretrain.checkpoint.folder import sealed
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from tests.rotation import in_rotation
 from tools.cli import main
 
 
@@ -49,7 +50,7 @@ def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, held_
     )
     assert result.code == 0, result.output
     (trained,) = evaluations(run)
-    for options in (("--nproc", 1), ("--nproc", 2), ("--own-layout",)):
+    for options in in_rotation([("--nproc", 1), ("--nproc", 2), ("--own-layout",)]):
         row = evaluate(megamem, run, *options)
         assert list(row["domains"]) == ["data", "again"]
         for found, wanted in (

@@ -33,6 +33,7 @@ from pretrain.patch.file import read_patch
 from pretrain.run.folder import RunFolder
 from pretrain.run.owner import owned
 from tests.changed_rows import ChangedRows, write_some_patch
+from tests.rotation import in_rotation
 from tools.cli import main
 
 RESOURCES = Resources(1, 2 << 30)
@@ -147,7 +148,7 @@ def run(saved_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
-@pytest.fixture(scope="module", params=EXPORTS)
+@pytest.fixture(scope="module", params=in_rotation(list(EXPORTS), 2))
 def exports(
     request: pytest.FixtureRequest,
     here: Here,
@@ -442,7 +443,7 @@ def test_a_kill_leaves_the_folder_as_it_was_or_patched(
     shutil.copytree(whole, expected)
     done(here, "patch", "apply", patch, expected)
     patched = contents(expected)
-    steps = [
+    early_steps = [
         (apply, "copy", False),
         (apply, "link_or_copy", True),
         (apply, "_write_rows", False),
@@ -451,10 +452,9 @@ def test_a_kill_leaves_the_folder_as_it_was_or_patched(
         (apply, "sync_folder", True),
         (apply, "exchange", False),
         (folders, "sync", True),
-        (apply, "exchange", True),
     ]
     found = set()
-    for number, (module, name, after_it) in enumerate(steps):
+    for number, (module, name, after_it) in enumerate([*in_rotation(early_steps), (apply, "exchange", True)]):
         folder = Path(shutil.copytree(whole, tmp_path / f"{number}"))
         result = megamem("patch", "apply", patch, folder, before=die_in(module, name, after_it))
         assert result.code == -signal.SIGKILL, result.output

@@ -17,6 +17,7 @@ import pretrain.checkpoint.folder as folders
 import pretrain.checkpoint.item_files as item_files
 import pretrain.checkpoint.saver as saving
 from pretrain.checkpoint.newest import damaged_files, newest_complete
+from tests.rotation import in_rotation
 
 TWO = ("--nproc", 2)
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
@@ -84,10 +85,14 @@ def five_steps(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, confi
     return path
 
 
-@pytest.mark.parametrize("options", [(), (ASYNCHRONOUS,)], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize(
-    "phase", [before_writing, while_writing, before_the_state, before_the_name], ids=lambda phase: phase.__name__
-)
+DEATHS = [
+    pytest.param(phase, options, id=f"{phase.__name__}-{name}")
+    for phase in (before_writing, while_writing, before_the_state, before_the_name)
+    for name, options in (("synchronous", ()), ("asynchronous", (ASYNCHRONOUS,)))
+]
+
+
+@pytest.mark.parametrize(("phase", "options"), in_rotation(DEATHS))
 def test_a_rank_that_dies_in_a_save_costs_that_save(
     megamem: Megamem,
     config_file: Path,

@@ -25,6 +25,7 @@ from pretrain.run.owner import Owner
 from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
+from tests.rotation import in_rotation
 
 NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "3"))
 """Kills of the run that is killed; the suite's are the first of them."""
@@ -149,9 +150,9 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
     """Killed and asked to stop while a stage opens, within steps, and behind them; often at the end of a stage. A run
     that has come to its end is compared, and another one begins.
     """
-    draw = random.Random(3)
     path, num_runs = tmp_path / "run_0", 0
-    for _ in range(NUM_KILLS):
+    for number_of_kill in in_rotation(range(NUM_KILLS), 2):
+        draw = random.Random(number_of_kill)
         done = last_step(path)
         if done >= ENDS[-1]:
             assert megamem("train", staged_file, "--nproc", 2, "--run-dir", path).code == 0

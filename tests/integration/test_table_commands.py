@@ -13,6 +13,7 @@ from commands import Megamem
 
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from tests.rotation import in_rotation
 
 MEMORIES = {
     "tide": ("model.memory.value_dim=32", "model.memory.num_tables=3"),
@@ -61,7 +62,8 @@ def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("tide", "bf16"), ("move", "fp32"), ("lave", "bf16"), ("stem", "bf16"), ("mome", "fp32")]
+    ("kind", "precision"),
+    in_rotation([("tide", "bf16"), ("move", "fp32"), ("lave", "bf16"), ("stem", "bf16"), ("mome", "fp32")]),
 )
 def test_each_form_costs_what_it_should(
     megamem: Megamem, dense_file: Path, tmp_path: Path, kind: str, precision: str

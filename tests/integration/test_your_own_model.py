@@ -20,6 +20,7 @@ from megamem.families.registry import FAMILIES
 from pretrain.checkpoint.store import torch_dist_writer
 from pretrain.config.stages import load_config
 from pretrain.planning.costs.formulas import forward_flops_per_token
+from tests.rotation import in_rotation
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 FILES = {
@@ -115,7 +116,7 @@ def test_the_commands_do_what_the_page_says(newcomer: Newcomer) -> None:
     assert last_step(newcomer.folder / "runs" / "midus") == 2
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in NAMED])
+@pytest.mark.parametrize("name", in_rotation([name for name in FILES if name not in NAMED]))
 def test_every_other_file_trains_by_its_name(newcomer: Newcomer, name: str) -> None:
     newcomer.types(f"megamem train {name}")
     run = newcomer.folder / "runs" / Path(name).stem

@@ -35,6 +35,7 @@ from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_b
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
 from tests.patience import patience
+from tests.rotation import in_rotation
 
 ROOT = Path(__file__).parents[3]
 
@@ -326,8 +327,17 @@ class Interrupted(Exception):
     """Stands for power that fails."""
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"cut_documents": 40}, {"validation_fraction": 1e-9}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "num_workers"),
+    in_rotation(
+        [
+            (options, num_workers)
+            for options in ({}, {"cut_documents": 40}, {"validation_fraction": 1e-9})
+            for num_workers in (1, 2)
+        ]
+    ),
+    ids=str,
+)
 def test_a_preparation_that_was_cut_off_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, options: dict[str, object]
 ) -> None:

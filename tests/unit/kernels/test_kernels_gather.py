@@ -17,11 +17,13 @@ from torch import Tensor
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
 from kernels.select import Kernels
+from tests.rotation import in_rotation
 from tests.unit.kernels.cases import DTYPES, SHAPES, Shape, assert_close, draw, fitting, shapes, wide, with_grads
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), in_rotation([(shape, dtype) for shape in SHAPES for dtype in DTYPES]), ids=str
+)
 def test_gathers_equal_their_twins(kernels: Kernels, shape: Shape, dtype: torch.dtype) -> None:
     c = draw(fitting(kernels, shape), dtype)
     for actual, reference in zip(

@@ -17,6 +17,7 @@ from kernels.common.rounding import Rounding
 from kernels.common.row_gradient import RowGradient
 from kernels.common.table_gradient import give_gradient, gradient_of
 from kernels.select import Kernels
+from tests.rotation import in_rotation
 from tests.unit.kernels.cases import assert_close, is_interpreted, main_grad_table
 from tests.unit.kernels.test_kernels_main_grad import sorts_from_now_on
 
@@ -80,7 +81,7 @@ def test_lookups_of_one_form_take_one_sort_for_both_tables(kernels: Kernels, mon
     assert len(sorts) == 3 + len(READS)
 
 
-@pytest.mark.parametrize(("most", "num_sorts"), [(15, 5), (16, 4), (22, 3)])
+@pytest.mark.parametrize(("most", "num_sorts"), in_rotation([(15, 5), (16, 4), (22, 3)]))
 def test_no_more_entries_are_joined_than_may_be(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int, num_sorts: int
 ) -> None:
@@ -135,7 +136,7 @@ def test_lookups_that_are_joined_are_rounded_once(kernels: Kernels) -> None:
         assert (rounded.float() - sums).abs().max() <= 3 * 2.0**-7 * sums.abs().max()
 
 
-@pytest.mark.parametrize(("bins", "reads", "num_sums"), [(1, 3, 1), (2, 4, 1), (2, 3, 4), (3, 3, 4)])
+@pytest.mark.parametrize(("bins", "reads", "num_sums"), in_rotation([(1, 3, 1), (2, 4, 1), (2, 3, 4), (3, 3, 4)], 2))
 def test_rows_of_a_step_are_added_up_in_as_few_groups_as_vectors_allow(
     kernels: Kernels, bins: int, reads: int, num_sums: int
 ) -> None:
