@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pretrain.checkpoint.derived import derived_weights
 from pretrain.config.schema import RunConfig
 from pretrain.state import RunState
+from tests.rotation import in_rotation
 
 TIED = replace(PRIVATE, model=replace(PRIVATE.model, tied_embeddings=True))
 """Every layer may be a chunk, and the first and last stage hold copies of one embedding."""
@@ -96,7 +97,7 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_rotation(list(CASES)))
 def test_every_layout_loads_what_another_one_saved(run_ranks: Any, tmp_path: Path, case: str) -> None:
     """Save on every layout; load on the next one what it has saved, and save it again."""
     config, layouts = CASES[case]

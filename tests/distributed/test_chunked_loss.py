@@ -21,6 +21,7 @@ from kernels.select import Kernels, select_kernels
 from megamem.backbone.chunked_loss import ChunkedLoss
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.recorder import Recorder
+from tests.rotation import in_rotation, named_in_rotation
 
 LENGTH, SEQUENCES, WIDTH, IDS = 14, 3, 10, 24
 KERNELS: dict[Implementation, Kernels] = {
@@ -33,6 +34,7 @@ CHUNKS = {"one": 42, "one token": 1, "even": 14, "a rest": 10}
 # Relative to the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits
 # of 50 are off by up to 1/8 before the softmax.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
+OF_TRITON = in_rotation(list(TOLERANCES))
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,7 +104,7 @@ def by_triton(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, 
 
     def main() -> dict[Any, tuple[Tensor, ...]]:
         chunk = CHUNKS["a rest"]
-        return {dtype: in_chunks(chunk, dtype, main_grad=True, implementation="triton") for dtype in TOLERANCES}
+        return {dtype: in_chunks(chunk, dtype, main_grad=True, implementation="triton") for dtype in OF_TRITON}
 
     found: list[dict[Any, tuple[Tensor, ...]]] = run_ranks(main, request.param)
     return found
@@ -117,7 +119,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(
     assert_whole([of_rank[chunk, dtype, main_grad] for of_rank in computed], dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", OF_TRITON, ids=str)
 def test_losses_of_tritons_kernels_are_those_of_whole_logits(
     by_triton: list[dict[Any, tuple[Tensor, ...]]], dtype: torch.dtype
 ) -> None:
@@ -207,15 +209,17 @@ def chunked(config: RunConfig, **axes: Any) -> RunConfig:
 
 
 STEPS = 2
-LAYOUTS: dict[str, tuple[RunConfig, int]] = {
-    "1 rank": (chunked(SHARED), 1),
-    "untied, small microbatches": (chunked(PRIVATE, micro_batch_size=2), 1),
-    "untied, pipeline 2 x virtual 2": (chunked(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2), 2),
-    "context 2": (chunked(SHARED, context=2), 2),
-    "data 2, full recomputation": (chunked(PRIVATE, recompute="full"), 2),
-    "tensor 2 x pipeline 2": (chunked(SHARED, tensor=2, pipeline=2), 4),
-    "tensor 2 x context 2": (chunked(PRIVATE, tensor=2, context=2), 4),
-}
+LAYOUTS: dict[str, tuple[RunConfig, int]] = named_in_rotation(
+    {
+        "1 rank": (chunked(SHARED), 1),
+        "untied, small microbatches": (chunked(PRIVATE, micro_batch_size=2), 1),
+        "untied, pipeline 2 x virtual 2": (chunked(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2), 2),
+        "context 2": (chunked(SHARED, context=2), 2),
+        "data 2, full recomputation": (chunked(PRIVATE, recompute="full"), 2),
+        "tensor 2 x pipeline 2": (chunked(SHARED, tensor=2, pipeline=2), 4),
+        "tensor 2 x context 2": (chunked(PRIVATE, tensor=2, context=2), 4),
+    }
+)
 
 
 def trained(config: RunConfig) -> tuple[list[tuple[float, float]], list[Any]]:
@@ -230,7 +234,7 @@ def runs(run_ranks: Any) -> dict[Any, list[tuple[list[tuple[float, float]], list
     whole_logits = {
         model: replace(model, train=replace(model.train, loss_chunk_tokens=None)) for model in (SHARED, PRIVATE)
     }
-    for num_ranks in (1, 2, 4):
+    for num_ranks in sorted({1, *(ranks for _, ranks in LAYOUTS.values())}):
         configs: dict[Any, RunConfig] = {
             name: config for name, (config, ranks) in LAYOUTS.items() if ranks == num_ranks
         }

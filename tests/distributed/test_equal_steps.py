@@ -31,6 +31,7 @@ from megamem.layers.retrieval import Retrieved
 from pretrain.config.schema import DatasetEntry, ParallelConfig, RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
+from tests.rotation import named_in_rotation
 
 NUM_STEPS = 8
 TOLERANCE = 1e-5
@@ -43,8 +44,13 @@ NUM_DRAWS = 8
 # Axes, microbatch and ranks.
 LAYOUTS = {
     "1 rank": (ParallelConfig(), 4, 1),
-    "tensor 2 x pipeline 2": (ParallelConfig(tensor=2, pipeline=2), 4, 4),
-    "pipeline 2 x virtual 2 x data 2": (ParallelConfig(pipeline=2, virtual_pipeline=2), 2, 4),
+    **named_in_rotation(
+        {
+            "tensor 2 x pipeline 2": (ParallelConfig(tensor=2, pipeline=2), 4, 4),
+            "pipeline 2 x virtual 2 x data 2": (ParallelConfig(pipeline=2, virtual_pipeline=2), 2, 4),
+        },
+        2,
+    ),
 }
 
 

@@ -31,6 +31,7 @@ from pretrain.patch.file import read_patch
 from pretrain.patch.identity import tables_of
 from pretrain.patch.make import make_patch
 from tests.changed_rows import ChangedRows
+from tests.rotation import in_rotation
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 
@@ -45,24 +46,29 @@ STREAMS = [
     "streams, single pass, learned keys that join later",
     "streams, plain, query group",
 ]
-SAVED = [
-    *("v2, permutation, no pre-values", "peer", "engram beside experts", "ple", TWO),
-    *("streams, static, instead of feed-forwards", *STREAMS, *GROWN[1:], *BY_TOKENS),
-]
-TRAINED = [
-    "v2",
-    "ultramem, skipping and overlapping",
-    "moe",
-    "memory_plus",
-    "ultramem, inserted, queries per head",
-    "engram",
-    "ple",
-    TWO,
-    *GROWN,
-    *BY_TOKENS,
-    *STREAMS,
-]
-OWN = [name for name in MODELS if not name.startswith("dense")]
+SAVED = in_rotation(
+    [
+        *("v2, permutation, no pre-values", "peer", "engram beside experts", "ple", TWO),
+        *("streams, static, instead of feed-forwards", *STREAMS, *GROWN[1:], *BY_TOKENS),
+    ]
+)
+TRAINED = in_rotation(
+    [
+        "v2",
+        "ultramem, skipping and overlapping",
+        "moe",
+        "memory_plus",
+        "ultramem, inserted, queries per head",
+        "engram",
+        "ple",
+        TWO,
+        *GROWN,
+        *BY_TOKENS,
+        *STREAMS,
+    ]
+)
+OF_SHARE = in_rotation(list(MODELS))
+OWN = [name for name in OF_SHARE if not name.startswith("dense")]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def loaded(exported: Any) -> Callable[[str], tuple[Any, dict[str, Any]]]:
     return of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_SHARE)
 def test_logits_are_the_same(exported: Any, loaded: Any, name: str) -> None:
     _, expected = exported(name)
     model, report = loaded(name)
@@ -115,7 +121,7 @@ def test_cached_decoding_is_the_full_forward(exported: Any, loaded: Any, name: s
 
 
 @pytest.mark.parametrize(
-    "name", ["v2", "moe", "midus", "engram", "engram and move by n-grams", "ple", *BY_TOKENS, *STREAMS]
+    "name", in_rotation(["v2", "moe", "midus", "engram", "engram and move by n-grams", "ple", *BY_TOKENS, *STREAMS])
 )
 def test_generation_is_that_of_full_forwards_whatever_the_padding(loaded: Any, name: str) -> None:
     model, _ = loaded(name)
@@ -162,11 +168,13 @@ def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [
-        *(("v2, ring, gelu", bits) for bits in (8, 4)),
-        *((name, 8) for name in ("engram", "tide", "move over latents")),
-        *((name, 4) for name in ("midus", "engram and move by n-grams", "stem")),
-    ],
+    in_rotation(
+        [
+            *(("v2, ring, gelu", bits) for bits in (8, 4)),
+            *((name, 8) for name in ("engram", "tide", "move over latents")),
+            *((name, 4) for name in ("midus", "engram and move by n-grams", "stem")),
+        ]
+    ),
 )
 def test_tables_in_fewer_bits_are_rounded_rows(exported: Any, tmp_path: Path, name: str, bits: int) -> None:
     """Loaded, mapped from the files, and with rows that are kept: to the bit the same."""
@@ -278,7 +286,8 @@ def patch_all_rows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [*((name, None) for name in ("v2", "engram", TWO, "tide", "mome", GROWN[0])), ("v2", 8), (TWO, 4)]
+    ("name", "bits"),
+    in_rotation([*((name, None) for name in ("v2", "engram", TWO, "tide", "mome", GROWN[0])), ("v2", 8), (TWO, 4)]),
 )
 def test_a_running_model_takes_a_patch_without_being_loaded_again(
     exported: Any, tmp_path: Path, name: str, bits: int | None
@@ -501,17 +510,19 @@ def test_gradient_checkpointing_computes_blocks_again_and_the_same_gradients(exp
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=0, msg=key)
 
 
-PLACED = [
-    "v2 beside experts, biases",
-    "ultramem, skipping and overlapping",
-    "peer",
-    "midus",
-    "engram",
-    "engram and move by n-grams",
-    TWO,
-    *BY_TOKENS,
-    *STREAMS,
-]
+PLACED = in_rotation(
+    [
+        "v2 beside experts, biases",
+        "ultramem, skipping and overlapping",
+        "peer",
+        "midus",
+        "engram",
+        "engram and move by n-grams",
+        TWO,
+        *BY_TOKENS,
+        *STREAMS,
+    ]
+)
 
 
 @pytest.mark.parametrize("name", PLACED)

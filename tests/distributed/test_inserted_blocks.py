@@ -5,6 +5,7 @@ Legend: b sequences, s tokens, D hidden size, g key/value heads, V columns of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.distributed.test_token_layouts import Trained, place_of
 from tests.distributed.test_token_layouts import train as train_and_tell
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, answers_without_a_token, on, tiny_run
 from tests.golden import read_case
+from tests.rotation import in_rotation
 
 STACKS = ("midus_stack_distributed", "midus_stack_top_heavy")
 # Megatron's attention and norms add up in fp32 orders of their own.
@@ -156,6 +158,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
 }
+OF_SHARE = in_rotation(list(LAYOUTS))
 
 
 def laid_out(sizes: dict[str, Any]) -> RunConfig:
@@ -183,11 +186,12 @@ def trained(run_ranks: Any) -> dict[str, list[Trained]]:
         return found
 
     alone: dict[str, dict[str, Any]] = {"one rank": {}, "one rank, 4 key/value heads": {"query_groups": 4}}
-    by_rank = [*run_ranks(lambda: main(alone), 1), *run_ranks(lambda: main(LAYOUTS), 4, timeout_s=300)]
+    of_share = {name: LAYOUTS[name] for name in OF_SHARE}
+    by_rank = [*run_ranks(lambda: main(alone), 1), *run_ranks(lambda: main(of_share), 4, timeout_s=300)]
     return {name: [each[name] for each in by_rank if name in each] for each in by_rank for name in each}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_SHARE)
 def test_steps_are_the_same_on_every_layout(trained: dict[str, list[Trained]], layout: str) -> None:
     """Losses, norms, and all weights after the steps: keys and expansions follow their heads."""
     (alone,) = trained["one rank, 4 key/value heads" if "query_groups" in LAYOUTS[layout] else "one rank"]
@@ -223,40 +227,38 @@ OTHERS: dict[str, MemoryConfig] = {
 }
 FEW = ("tensor 2 x pipeline 2 x memory 2, recomputed", "context 2 x tensor 2")
 # Kinds of another family meet both; queries and norms are heads', which tensor-parallel ranks share.
-OF_OTHERS = {name: FEW[1:] if memory.kind == MEMORY.kind else FEW for name, memory in OTHERS.items()}
+PAIRS = in_rotation(
+    [(name, layout) for name, memory in OTHERS.items() for layout in (FEW[1:] if memory.kind == MEMORY.kind else FEW)]
+)
 
 
 @pytest.fixture(scope="module")
-def others_trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
+def others_trained(run_ranks: Any) -> dict[tuple[str, str], list[Trained]]:
     """Results of every rank, by memory and layout."""
 
-    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
-        found: dict[str, dict[str, Trained]] = {name: {} for name in OTHERS}
+    def main(pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Trained]:
+        found = {}
         with pytest.MonkeyPatch.context() as patch:
             with_values(patch)
-            for name, memory in OTHERS.items():
-                for layout in (layout for layout in layouts if layout in ("one rank", *OF_OTHERS[name])):
-                    config = laid_out(layouts[layout])
-                    with tiny_run(replace(config, model=replace(config.model, memory=memory))) as run:
-                        found[name][layout] = train_and_tell(run)
+            for name, layout in pairs:
+                config = laid_out(LAYOUTS.get(layout, {}))
+                with tiny_run(replace(config, model=replace(config.model, memory=OTHERS[name]))) as run:
+                    found[name, layout] = train_and_tell(run)
         return found
 
-    by_rank = run_ranks(lambda: main({layout: LAYOUTS[layout] for layout in FEW}), 4, timeout_s=300)
-    (alone,) = run_ranks(lambda: main({"one rank": {}}), 1)
+    by_rank = run_ranks(lambda: main(PAIRS), 4, timeout_s=300)
+    (alone,) = run_ranks(lambda: main(sorted({(name, "one rank") for name, _ in PAIRS})), 1)
     return {
-        name: {
-            **{layout: [rank[name][layout] for rank in by_rank] for layout in OF_OTHERS[name]},
-            "one rank": [each["one rank"]],
-        }
-        for name, each in alone.items()
+        **{pair: [of_rank[pair] for of_rank in by_rank] for pair in PAIRS},
+        **{pair: [trained] for pair, trained in alone.items()},
     }
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, few in OF_OTHERS.items() for layout in few])
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_other_inserted_memories_train_the_same_on_every_layout(
-    others_trained: dict[str, dict[str, list[Trained]]], name: str, layout: str
+    others_trained: dict[tuple[str, str], list[Trained]], name: str, layout: str
 ) -> None:
-    assert_alike(others_trained[name][layout], others_trained[name]["one rank"][0])
+    assert_alike(others_trained[name, layout], others_trained[name, "one rank"][0])
 
 
 def test_what_one_layout_saves_another_one_resumes(

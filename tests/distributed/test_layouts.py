@@ -19,6 +19,7 @@ from megamem.parameters.shards import walk_shards
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import transformer_config
 from tests.microbatch import some_inputs
+from tests.rotation import in_rotation
 
 # The second reads what the first one moved.
 NUM_STEPS = 2
@@ -105,15 +106,22 @@ LAYOUTS = {
     # One memory group over the ranks of all three.
     "tensor 2 x context 2 x data 2 x memory 8": Layout(SHARED, 8, {"tensor": 2, "context": 2, "memory": 8}),
 }
-PARALLEL = [name for name in LAYOUTS if not name.endswith("1 rank")]
+REFERENCES = ["shared, 1 rank", "private, 1 rank"]
+PARALLEL = in_rotation([name for name in LAYOUTS if name not in REFERENCES])
 # One rank, every axis and each kind of recomputation.
-REPEATED = [
-    "private, 1 rank",
-    "private, tensor 2 x memory 2, full recomputation",
-    "tensor 2 x pipeline 2, selective recomputation",
-    "pipeline 2 x virtual 2 x context 2 x memory 2",
-    "context 2 x data 2 x memory 4, 2 of rows, selective recomputation",
-]
+REPEATED = in_rotation(
+    [
+        "private, 1 rank",
+        "private, tensor 2 x memory 2, full recomputation",
+        "tensor 2 x pipeline 2, selective recomputation",
+        "pipeline 2 x virtual 2 x context 2 x memory 2",
+        "context 2 x data 2 x memory 4, 2 of rows, selective recomputation",
+    ]
+)
+ON_OTHER_PROCESSES = in_rotation(["small microbatches", "tensor 2 x pipeline 2 x virtual 2"], 2)
+OVER_TENSOR_RANKS = in_rotation(["tensor 2", "private, tensor 2"], 2)
+OF_SHARE = {*REFERENCES, *PARALLEL, *REPEATED, *ON_OTHER_PROCESSES, *OVER_TENSOR_RANKS}
+"""Layouts that something of this share reads."""
 
 
 def split_axes(layout: Layout) -> set[str]:
@@ -230,8 +238,8 @@ def outcome(layout: Layout, *, repeat: bool = False) -> Outcome:
 def outcomes(run_ranks: Any) -> dict[str, list[Outcome]]:
     """Outcomes by layout and rank."""
     result: dict[str, list[Outcome]] = {}
-    for num_ranks in sorted({layout.num_ranks for layout in LAYOUTS.values()}):
-        names = [name for name, layout in LAYOUTS.items() if layout.num_ranks == num_ranks]
+    for num_ranks in sorted({LAYOUTS[name].num_ranks for name in OF_SHARE}):
+        names = [name for name, layout in LAYOUTS.items() if name in OF_SHARE and layout.num_ranks == num_ranks]
 
         def main(names: list[str] = names) -> list[Outcome]:
             return [outcome(LAYOUTS[name], repeat=name in REPEATED) for name in names]
@@ -254,7 +262,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(outcomes: dict[str, l
         assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["shared, 1 rank", "private, 1 rank"])
+@pytest.mark.parametrize("name", REFERENCES)
 def test_the_reference_learns_with_clipping_active(outcomes: dict[str, list[Outcome]], name: str) -> None:
     history = outcomes[name][0].history
     assert min(norm for _, norm in history) > LAYOUTS[name].model.optimizer.clip_grad
@@ -295,7 +303,7 @@ def test_copies_of_a_weight_stay_the_same_bits(outcomes: dict[str, list[Outcome]
             assert seen.setdefault((shard.key, shard.offset), digest(shard.data)) == digest(shard.data), shard.key
 
 
-@pytest.mark.parametrize("name", ["shared, 1 rank", "private, 1 rank"])
+@pytest.mark.parametrize("name", REFERENCES)
 def test_every_parameter_of_the_memory_gets_a_gradient(outcomes: dict[str, list[Outcome]], name: str) -> None:
     gradients = outcomes[name][0].first_gradients
     memory = {key for key in gradients if "memory" in key or "banks" in key}
@@ -309,7 +317,7 @@ def test_every_parameter_of_the_memory_gets_a_gradient(outcomes: dict[str, list[
             assert used > (0.3 if key.endswith("keys") else 0.99), key
 
 
-@pytest.mark.parametrize("name", ["tensor 2", "private, tensor 2"])
+@pytest.mark.parametrize("name", OVER_TENSOR_RANKS)
 def test_replicated_retrieval_weights_get_the_sum_over_tensor_ranks(
     outcomes: dict[str, list[Outcome]], name: str
 ) -> None:
@@ -329,7 +337,7 @@ def test_runs_repeat_to_the_bit(outcomes: dict[str, list[Outcome]], name: str) -
     assert all(of_rank.repeats for of_rank in outcomes[name])
 
 
-@pytest.mark.parametrize("name", ["small microbatches", "tensor 2 x pipeline 2 x virtual 2"])
+@pytest.mark.parametrize("name", ON_OTHER_PROCESSES)
 def test_runs_repeat_to_the_bit_on_other_processes(
     run_ranks: Any, outcomes: dict[str, list[Outcome]], name: str
 ) -> None:
@@ -370,7 +378,7 @@ def test_bf16_follows_fp32(run_ranks: Any, outcomes: dict[str, list[Outcome]]) -
     layout or way more than on another.
     """
 
-    layouts = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2, "memory": 4})
+    layouts = in_rotation(({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2, "memory": 4}), 2)
 
     def main() -> list[list[tuple[float, float]]]:
         histories = []

@@ -23,6 +23,7 @@ from pretrain.engine.build import build_chunks
 from pretrain.engine.build_optimizer import assign_groups
 from pretrain.train.loop import take_step
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
+from tests.rotation import in_rotation, named_in_rotation
 
 # Weights that the losses show at: with a wrong scale on some layout, the first gradient norm would tell.
 EXPERTS = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=24, balance_loss_weight=0.3, z_loss_weight=0.2)
@@ -54,8 +55,8 @@ def assert_same(run: Sequence[Any], expected: Sequence[Any]) -> None:
 def test_no_layout_and_no_recomputation_changes_a_run(run_ranks: Any) -> None:
     (alone, recomputed) = run_ranks(lambda: [train(MOE), train(on(MOE, {}, "full"))], 1)[0]
     assert_same(recomputed, alone)
-    two = run_ranks(lambda: [train(on(MOE, layout)) for layout in TWO_RANKS], 2)
-    four = run_ranks(lambda: [train(on(MOE, layout, "full")) for layout in FOUR_RANKS], 4)
+    two = run_ranks(lambda: [train(on(MOE, layout)) for layout in in_rotation(TWO_RANKS)], 2)
+    four = run_ranks(lambda: [train(on(MOE, layout, "full")) for layout in in_rotation(FOUR_RANKS, 2)], 4)
     for run in (*two[0], *four[0]):
         assert_same(run, alone)
 
@@ -66,12 +67,11 @@ def test_memories_stand_beside_experts_and_in_their_place(run_ranks: Any) -> Non
         MOE, model=replace(MOE.model, memory=replace(MEMORY, placement=replace(MEMORY.placement, every=2)))
     )
     instead = replace(MOE, model=replace(MOE.model, memory=memory))
-    configs = (beside, instead)
-    (alone,) = run_ranks(lambda: [train(config) for config in configs], 1)
-    four = run_ranks(lambda: [[train(on(config, layout, "full")) for layout in FOUR_RANKS] for config in configs], 4)
-    for runs, expected in zip(four[0], alone, strict=True):
-        for run in runs:
-            assert_same(run, expected)
+    pairs = in_rotation([(config, layout) for config in (beside, instead) for layout in FOUR_RANKS], 4)
+    (alone,) = run_ranks(lambda: [train(config) for config, _ in pairs], 1)
+    four = run_ranks(lambda: [train(on(config, layout, "full")) for config, layout in pairs], 4)
+    for run, expected in zip(four[0], alone, strict=True):
+        assert_same(run, expected)
 
 
 def plain_mixture(x: Tensor, weights: dict[str, Tensor], moe: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,16 +195,24 @@ def resume(path: Path, layout: dict[str, int]) -> list[tuple[float, float]]:
         return run.train(2)
 
 
+# A layout that saves, and those of two ranks that go on from there.
+SAVED: dict[str, tuple[dict[str, int], tuple[dict[str, int], ...]]] = {
+    "experts": ({"memory": 2}, ({"tensor": 2, "memory": 2}, {"pipeline": 2})),
+    "tensors": ({"tensor": 2}, ({"memory": 2},)),
+}
+
+
 def test_a_checkpoint_goes_on_on_another_layout(run_ranks: Any, tmp_path: Path) -> None:
     """Every layout reads what one has written, and every one writes what another reads."""
-    experts, tensors = tmp_path / "experts", tmp_path / "tensors"
+    saved = named_in_rotation(SAVED, 2)
 
     def main() -> list[list[tuple[float, float]]]:
-        straight = [save_half_way(experts, {"memory": 2}), save_half_way(tensors, {"tensor": 2})]
-        others = [resume(experts / STEP, layout) for layout in ({"tensor": 2, "memory": 2}, {"pipeline": 2})]
-        return [*straight, *others, resume(tensors / STEP, {"memory": 2})]
+        straight = [save_half_way(tmp_path / name, layout) for name, (layout, _) in saved.items()]
+        return straight + [
+            resume(tmp_path / name / STEP, layout) for name, (_, others) in saved.items() for layout in others
+        ]
 
     expected, *found = run_ranks(main, 2)[0]
-    found += run_ranks(lambda: [resume(path / STEP, {}) for path in (experts, tensors)], 1)[0]
+    found += run_ranks(lambda: [resume(tmp_path / name / STEP, {}) for name in saved], 1)[0]
     for run in found:
         assert_same(run, expected)

@@ -20,6 +20,7 @@ from pretrain.patch.file import read_patch
 from pretrain.patch.identity import tables_of
 from pretrain.patch.make import make_patch
 from tests.changed_rows import ChangedRows
+from tests.rotation import named_in_rotation
 from tests.whole_tensors import whole_tensors
 
 RESOURCES = Resources(1, 2 << 30)
@@ -42,7 +43,7 @@ def test_every_family_is_patched_in_its_export(run_ranks: Any, tmp_path: Path) -
     def main() -> list[str]:
         problems = []
         with joined(SHARED) as groups:
-            for number, (name, model) in enumerate(TABLES.items()):
+            for number, (name, model) in enumerate(named_in_rotation(TABLES).items()):
                 config = replace(SHARED, model=model)
                 if getattr(model.memory, "token_map", None) is not None:
                     memory = replace(model.memory, token_map=str(tmp_path / TOKEN_MAP))  # type: ignore[type-var]

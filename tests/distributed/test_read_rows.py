@@ -30,6 +30,7 @@ from pretrain.config.table_gradients import with_chosen_gradients
 from pretrain.config.validate import validate
 from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.errors import ConfigError
+from tests.rotation import in_rotation
 
 NUM_STEPS = 3
 # Layouts differ in the sums of a step alone: the second one reads what the first has made of rows and moments.
@@ -99,6 +100,18 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Rows of tokens are not split. The others meet one kind at least on each of these.
+TRIED_WITH_REPLICAS: dict[str, tuple[str, ...]] = {
+    "data 2": ("shared", "move"),
+    "context 2": ("move",),
+    "tensor 2 x data 2 x memory 2": ("shared", "move"),
+    "data 4 x memory 2 of rows": ("ultramem",),
+    "pipeline 2 x virtual 2 x data 2": ("private",),
+    "pipeline 2 x data 2": ("move, unevenly",),
+    "data 4": ("shared",),
+}
+assert TRIED_WITH_REPLICAS.keys() == REPLICAS.keys()
+
 
 def config_of(
     model: ModelConfig, table_gradients: Literal["dense", "rows"], precision: Literal["fp32", "bf16"]
@@ -138,19 +151,23 @@ def differences(one: Trained, other: Trained) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_rows_make_the_update_that_dense_gradients_make(run_ranks: Any, num_ranks: int) -> None:
     num_steps = NUM_STEPS if num_ranks == 1 else STEPS_ON_LAYOUTS
+    cases: list[tuple[str, str, Any]] = [
+        (layout, kind, "fp32" if number % 2 else "bf16")
+        for layout, kinds in TRIED.items()
+        for number, kind in enumerate(kinds)
+        if LAYOUTS[layout][0] == num_ranks
+    ]
 
     def main() -> dict[tuple[str, ...], tuple[list[str], float]]:
         found = {}
-        for layout, (size, axes) in LAYOUTS.items():
-            for number, kind in enumerate(TRIED[layout]) if size == num_ranks else ():
-                precision: Literal["fp32", "bf16"] = "fp32" if number % 2 else "bf16"
-                ways: Any = ("dense", "rows")
-                configs = [on(config_of(MODELS[kind], way, precision), **axes) for way in ways]
-                validate(configs[1], num_ranks)
-                with joined(configs[0]) as groups:
-                    dense, rows = (trained(config, groups, num_steps) for config in configs)
-                last = torch.cat([part for key, part in rows.state.items() if ".row_last_update." in key])
-                found[layout, kind] = differences(dense, rows), float((last < num_steps).float().mean())
+        for layout, kind, precision in in_rotation(cases):
+            ways: Any = ("dense", "rows")
+            configs = [on(config_of(MODELS[kind], way, precision), **LAYOUTS[layout][1]) for way in ways]
+            validate(configs[1], num_ranks)
+            with joined(configs[0]) as groups:
+                dense, rows = (trained(config, groups, num_steps) for config in configs)
+            last = torch.cat([part for key, part in rows.state.items() if ".row_last_update." in key])
+            found[layout, kind] = differences(dense, rows), float((last < num_steps).float().mean())
         return found
 
     for by_rank in run_ranks(main, num_ranks):
@@ -209,31 +226,29 @@ def test_no_gradient_is_dense_and_a_resumed_run_is_the_straight_one(run_ranks: A
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_replicas_update_the_rows_that_any_of_them_read(run_ranks: Any, tmp_path: Path, num_ranks: int) -> None:
     """As dense gradients do, in the same checkpoint: two addends have one sum. A norm counts each row once, in another order."""
+    cases: list[tuple[str, str, Any]] = [
+        (layout, kind, "fp32" if number else "bf16")
+        for layout, kinds in TRIED_WITH_REPLICAS.items()
+        for number, kind in enumerate(kinds)
+        if REPLICAS[layout][0] == num_ranks
+    ]
 
     def main() -> dict[tuple[str, str], tuple[list[str], float, bool]]:
         found = {}
-        for layout, (size, axes) in REPLICAS.items():
-            # Rows of tokens are not split. The others meet one kind at least on each of these.
-            kinds: tuple[str, ...] = ("ultramem",) if "memory_rows" in axes else ("shared", "move")
-            if "pipeline" in axes:
-                kinds = ("private",) if "virtual_pipeline" in axes else ("move, unevenly",)
-            elif layout in ("context 2", "data 4"):
-                kinds = ("move",) if "context" in axes else ("shared",)
-            for number, kind in enumerate(kinds) if size == num_ranks else ():
-                precision: Literal["fp32", "bf16"] = "fp32" if number else "bf16"
-                ways: Any = ("dense", "rows")
-                configs = [on(config_of(MODELS[kind], way, precision), **axes) for way in ways]
-                validate(configs[1], num_ranks)
-                with joined(configs[0]) as groups:
-                    runs = [build(config, groups) for config in configs]
-                    dense, rows = (torch.tensor(run.train(STEPS_ON_LAYOUTS), dtype=torch.float64) for run in runs)
-                    saved = [run.save(tmp_path / f"{layout} {kind} {way}") for run, way in zip(runs, ways, strict=True)]
-                    dist.barrier()
-                tensors = [read_all(path) for path in saved] if dist.get_rank() == 0 else [{}, {}]
-                tensors[1] = {name: part for name, part in tensors[1].items() if ".scale." not in name}
-                same = tensors[0].keys() == tensors[1].keys()
-                different = [name for name in tensors[0] if not torch.equal(*(each[name] for each in tensors))]
-                found[layout, kind] = different, float((rows / dense - 1).abs().max()), same
+        for layout, kind, precision in in_rotation(cases):
+            ways: Any = ("dense", "rows")
+            configs = [on(config_of(MODELS[kind], way, precision), **REPLICAS[layout][1]) for way in ways]
+            validate(configs[1], num_ranks)
+            with joined(configs[0]) as groups:
+                runs = [build(config, groups) for config in configs]
+                dense, rows = (torch.tensor(run.train(STEPS_ON_LAYOUTS), dtype=torch.float64) for run in runs)
+                saved = [run.save(tmp_path / f"{layout} {kind} {way}") for run, way in zip(runs, ways, strict=True)]
+                dist.barrier()
+            tensors = [read_all(path) for path in saved] if dist.get_rank() == 0 else [{}, {}]
+            tensors[1] = {name: part for name, part in tensors[1].items() if ".scale." not in name}
+            same = tensors[0].keys() == tensors[1].keys()
+            different = [name for name in tensors[0] if not torch.equal(*(each[name] for each in tensors))]
+            found[layout, kind] = different, float((rows / dense - 1).abs().max()), same
         return found
 
     by_rank = run_ranks(main, num_ranks)

@@ -39,6 +39,7 @@ from pretrain.engine.tables.stored_tables import Staged, StoredTable, StoredTabl
 from pretrain.errors import ConfigError
 from pretrain.train.health.replicas import differing_replicas
 from pretrain.train.loop import take_step
+from tests.rotation import in_rotation
 
 NUM_STEPS, EVALUATED = 4, (2, 3)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -215,16 +216,22 @@ def with_evaluations(config: RunConfig, groups: ParallelGroups) -> Trained:
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_tables_in_files_train_as_tables_on_the_device(run_ranks: Any, tmp_path: Path, num_ranks: int) -> None:
+    cases: list[tuple[str, str, Any]] = [
+        (layout, kind, "fp32" if number else "bf16")
+        for layout, (size, _, kinds) in LAYOUTS.items()
+        for number, kind in enumerate(kinds)
+        if size == num_ranks
+    ]
+
     def main() -> dict[str, Any]:
         found = {}
-        for layout, (size, axes, kinds) in LAYOUTS.items():
-            for number, kind in enumerate(kinds) if size == num_ranks else ():
-                config = on(config_for(kind, "fp32" if number else "bf16"), **axes)
-                stored = in_files(config, tmp_path)
-                validate(stored, num_ranks)
-                with joined(config) as groups:
-                    device, files = with_evaluations(config, groups), with_evaluations(stored, groups)
-                found[f"{layout}, {kind}"] = differences(device, files), len(set(device.steps))
+        for layout, kind, precision in in_rotation(cases):
+            config = on(config_for(kind, precision), **LAYOUTS[layout][1])
+            stored = in_files(config, tmp_path)
+            validate(stored, num_ranks)
+            with joined(config) as groups:
+                device, files = with_evaluations(config, groups), with_evaluations(stored, groups)
+            found[f"{layout}, {kind}"] = differences(device, files), len(set(device.steps))
         return found
 
     for by_case in run_ranks(main, num_ranks):

@@ -25,6 +25,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.schema import RunConfig
+from tests.rotation import in_rotation, named_in_rotation
 
 STREAMS = {
     "mhc": ResidualStreamsConfig(count=3, iterations=4),
@@ -108,6 +109,17 @@ TRIED: dict[str, tuple[str, ...]] = {
     HALOS: (*EVERYWHERE, "gated, residual n-grams"),
     "pipeline 4": ("mhc", "static, in place of feed-forwards"),
 }
+PAIRS = in_rotation([(name, layout) for layout, names in TRIED.items() for name in names])
+RESUMED_ON = named_in_rotation(
+    {
+        "mhc, engram, experts": ("pipeline 4", "tensor 2 x memory 4"),
+        "single pass, engram": ("pipeline 4",),
+        "gated, ple, muon": ("tensor 2 x memory 4",),
+    }
+)
+WITHOUT_A_BLOCK = in_rotation(["mhc, engram, experts", "single pass, ngram embedding"], 2)
+ALONE = list(dict.fromkeys([*(name for name, _ in PAIRS), *RESUMED_ON, *WITHOUT_A_BLOCK]))
+"""Models of this share, which one rank trains too."""
 
 
 def config_of(name: str) -> RunConfig:
@@ -130,7 +142,7 @@ def alone(run_ranks: Any) -> dict[str, list[tuple[Trained, list[str]]]]:
     def main() -> dict[str, list[tuple[Trained, list[str]]]]:
         found: dict[str, list[tuple[Trained, list[str]]]] = {}
         with joined(on(config_of("mhc"))) as groups:
-            for name, blocks in itertools.product(MODELS, (None, 3)):
+            for name, blocks in itertools.product(ALONE, (None, 3)):
                 run = build(on(config_of(name), recompute_streams=blocks), groups)
                 sites = {k: p for k, p in run.bare[0].named_parameters() if "streams." in k or "streams_end." in k}
                 assert sites
@@ -147,21 +159,24 @@ def alone(run_ranks: Any) -> dict[str, list[tuple[Trained, list[str]]]]:
 def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
     """Results of every rank, by layout and model."""
 
-    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
+    names_on = {layout: [name for name, on_it in PAIRS if on_it == layout] for _, layout in PAIRS}
+
+    def main() -> dict[str, dict[str, Trained]]:
         found: dict[str, dict[str, Trained]] = {}
-        for layout, sizes in layouts.items():
+        for layout, names in names_on.items():
+            sizes = LAYOUTS[layout]
             with joined(on(config_of("mhc"), **sizes)) as groups:
-                found[layout] = {name: train(build(on(config_of(name), **sizes), groups)) for name in TRIED[layout]}
+                found[layout] = {name: train(build(on(config_of(name), **sizes), groups)) for name in names}
         return found
 
-    by_rank = run_ranks(lambda: main({layout: LAYOUTS[layout] for layout in TRIED}), 4, timeout_s=600)
+    by_rank = run_ranks(main, 4, timeout_s=600)
     return {
         layout: {name: [of_rank[layout][name] for of_rank in by_rank] for name in names}
-        for layout, names in TRIED.items()
+        for layout, names in names_on.items()
     }
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for layout, names in TRIED.items() for name in names])
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_steps_are_the_same_on_every_layout(
     alone: dict[str, Any], trained: dict[str, Any], name: str, layout: str
 ) -> None:
@@ -181,7 +196,7 @@ def test_steps_are_the_same_on_every_layout(
     assert {key for key, _ in seen} == set(expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALONE)
 def test_runs_repeat_to_the_bit(alone: dict[str, Any], name: str) -> None:
     """Streams are kept in the first one, and in the second mixed again."""
     (first, _), (again, _) = alone[name]
@@ -189,7 +204,7 @@ def test_runs_repeat_to_the_bit(alone: dict[str, Any], name: str) -> None:
     assert all(torch.equal(one[-1], other[-1]) for one, other in zip(first.weights, again.weights, strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALONE)
 def test_every_weight_of_sites_gets_a_gradient(alone: dict[str, Any], name: str) -> None:
     assert [silent for _, silent in alone[name]] == [[], []]
 
@@ -198,7 +213,7 @@ def test_sent_streams_are_those_of_one_rank_to_ten_digits(run_ranks: Any) -> Non
     """In fp64, by plain gradient steps: what is left of a difference in fp32 is rounding and nothing else."""
     # Copies of a table, and what ties two blocks together, are not for these stages.
     # By these steps a model of learned keys has all that one without a memory has.
-    names = [name for name in MODELS if name.split(", ")[-1] not in TIED and name != "mhc"]
+    names = in_rotation([name for name in MODELS if name.split(", ")[-1] not in TIED and name != "mhc"])
     layouts: dict[str, dict[str, Any]] = {
         "stages": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
         "cut": {"context": 2, "memory": 2},
@@ -212,7 +227,7 @@ def test_sent_streams_are_those_of_one_rank_to_ten_digits(run_ranks: Any) -> Non
             check([shard for of_rank in of_model for shard in of_rank], expected)
 
 
-@pytest.mark.parametrize("name", ["mhc, engram, experts", "single pass, ngram embedding"])
+@pytest.mark.parametrize("name", WITHOUT_A_BLOCK)
 def test_stages_without_a_block_pass_streams_on(run_ranks: Any, alone: dict[str, Any], name: str) -> None:
     """Streams start behind the embedding alone, and end before the loss alone."""
     config = on(config_of(name), pipeline=4, micro_batch_size=2)
@@ -229,7 +244,7 @@ def test_stages_without_a_block_pass_streams_on(run_ranks: Any, alone: dict[str,
             assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["single pass, engram", "gated, ple, muon"])
+@pytest.mark.parametrize("name", in_rotation(["single pass, engram", "gated, ple, muon"], 2))
 def test_bf16_streams_are_sent_as_they_are(run_ranks: Any, name: str) -> None:
     """Weights in fp32 travel as their bits: the loss over stages is that of one rank to the bit, and so is the next one but
     for the order in which gradients are summed."""
@@ -249,13 +264,6 @@ def test_bf16_streams_are_sent_as_they_are(run_ranks: Any, name: str) -> None:
     assert staged[0][0] == of_one[0][0]
     assert staged[0][1] == pytest.approx(of_one[0][1], rel=1e-6)
     assert staged[1] == pytest.approx(of_one[1], rel=1e-4)
-
-
-RESUMED_ON = {
-    "mhc, engram, experts": ("pipeline 4", "tensor 2 x memory 4"),
-    "single pass, engram": ("pipeline 4",),
-    "gated, ple, muon": ("tensor 2 x memory 4",),
-}
 
 
 @pytest.mark.parametrize("name", RESUMED_ON)

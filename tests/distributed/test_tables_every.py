@@ -22,17 +22,22 @@ from megamem.attention.documents import DOCUMENT_BOUNDS, document_bounds
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.engine.step import Batch
+from tests.rotation import in_rotation, named_in_rotation
 
 EVERY = 2
 KINDS = {
-    "tensor 2 x memory 4, 2 of rows": "shared",
-    "pipeline 2": "move, unevenly",
-    "context 2 x memory 2": "move by n-grams",
-    "data 4 x memory 2 of rows": "private",
-    "pipeline 2 x data 2": "move",
+    2: named_in_rotation({"pipeline 2": "move, unevenly", "context 2 x memory 2": "move by n-grams"}, 2),
+    4: named_in_rotation(
+        {
+            "tensor 2 x memory 4, 2 of rows": "shared",
+            "data 4 x memory 2 of rows": "private",
+            "pipeline 2 x data 2": "move",
+        }
+    ),
 }
+"""Kinds by layouts, by numbers of ranks."""
 # Without mome, whose routers begin with ties that the least step decides.
-AT_ONCE = ("two families", "move", "engram, ple", "residual n-grams")
+AT_ONCE = in_rotation(("two families", "move", "engram, ple", "residual n-grams"), 2)
 
 
 def updated_every(kind: str, every: int, precision: Literal["fp32", "bf16"] = "fp32", **optimizer: Any) -> RunConfig:
@@ -95,9 +100,9 @@ def test_steps_between_move_all_but_tables_by_a_norm_without_them(run_ranks: Any
     run_ranks(main, 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", KINDS)
 def test_every_layout_takes_the_steps_of_one_rank(run_ranks: Any, num_ranks: int) -> None:
-    of_one_rank = steps_on_layouts(run_ranks, num_ranks, KINDS, partial(updated_every, every=EVERY), 6)
+    of_one_rank = steps_on_layouts(run_ranks, num_ranks, KINDS[num_ranks], partial(updated_every, every=EVERY), 6)
     for steps in of_one_rank.values():
         assert steps.isnan().any(1).tolist() == [False, False, True, False, False, False]
 

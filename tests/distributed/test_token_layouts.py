@@ -3,6 +3,7 @@ copies of, columns that follow the heads, rows that are read once per chunk."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.parameters.shards import walk_shards
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
+from tests.rotation import in_rotation
 
 # The second shows the weights after the first one's update, and steps by moments.
 STEPS = 2
@@ -290,6 +292,19 @@ TRIED: dict[str, tuple[str, ...]] = {
 }
 """Kinds that are trained on each layout."""
 MODELS = tuple(dict.fromkeys(kind for kinds in TRIED.values() for kind in kinds))
+PAIRS = in_rotation([(kind, layout) for layout, kinds in TRIED.items() for kind in kinds])
+RESUMED = in_rotation(
+    [
+        "move in blocks of engram",
+        "tide in blocks of move by n-grams",
+        "stem beside ngram embedding",
+        "latents, move",
+        "engram beside learned keys",
+    ]
+)
+IN_HOST_MEMORY = in_rotation(["move in blocks of engram", "engram beside learned keys"], 2)
+ALONE = tuple(dict.fromkeys([*(kind for kind, _ in PAIRS), *RESUMED, *IN_HOST_MEMORY]))
+"""Kinds of this share, which one rank trains too."""
 
 
 def config_of(kind: str) -> RunConfig:
@@ -371,30 +386,32 @@ def train(run: TinyRun) -> Trained:
 @pytest.fixture(scope="module")
 def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
     """Results of every rank, by layout and kind."""
+    kinds_on = {layout: [kind for kind, on_it in PAIRS if on_it == layout] for _, layout in PAIRS}
 
-    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
+    def main(layouts: Sequence[str]) -> dict[str, dict[str, Trained]]:
         found: dict[str, dict[str, Trained]] = {}
-        for name, sizes in layouts.items():
+        for name in layouts:
+            sizes = LAYOUTS.get(name, {})
             with joined(on(config_of("move"), **sizes)) as groups:
                 found[name] = {
-                    kind: train(build(on(config_of(kind), **sizes), groups)) for kind in TRIED.get(name, MODELS)
+                    kind: train(build(on(config_of(kind), **sizes), groups)) for kind in kinds_on.get(name, ALONE)
                 }
         return found
 
     by_rank = [
-        *(run_ranks(lambda: main({"one rank": {}}), 1)),
-        *(run_ranks(lambda: main(LAYOUTS), 4, timeout_s=600)),
+        *(run_ranks(lambda: main(["one rank"]), 1)),
+        *(run_ranks(lambda: main(list(kinds_on)), 4, timeout_s=600)),
     ]
     layouts = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     return {
         layout: {
-            kind: [of_rank[layout][kind] for of_rank in by_rank if kind in of_rank.get(layout, {})] for kind in MODELS
+            kind: [of_rank[layout][kind] for of_rank in by_rank if kind in of_rank.get(layout, {})] for kind in ALONE
         }
         for layout in layouts
     }
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, name) for name, kinds in TRIED.items() for kind in kinds])
+@pytest.mark.parametrize(("kind", "layout"), PAIRS)
 def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], kind: str, layout: str) -> None:
     """Losses, norms, and all weights after the steps; every copy of a bank is the same to the bit."""
     (alone,) = trained["one rank"][kind]
@@ -439,16 +456,7 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "move in blocks of engram",
-        "tide in blocks of move by n-grams",
-        "stem beside ngram embedding",
-        "latents, move",
-        "engram beside learned keys",
-    ],
-)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
@@ -462,7 +470,7 @@ def test_what_one_layout_saves_another_one_resumes(
             assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["move in blocks of engram", "engram beside learned keys"])
+@pytest.mark.parametrize("kind", IN_HOST_MEMORY)
 def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any], kind: str) -> None:
     """The copies on other stages do not count in the norm there either."""
     config = config_of(kind)
@@ -481,6 +489,6 @@ def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[s
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
     """Ranks of a group that has one rank generate do so. Experts are refused there: they are split, too."""
-    kinds = [kind for kind in MODELS if "experts" not in kind]
+    kinds = in_rotation([kind for kind in MODELS if "experts" not in kind])
     configs = [config_of(kind) for kind in kinds]
     assert run_ranks(lambda: answers_without_a_token(configs), 2) == [len(kinds)] * 2

@@ -25,6 +25,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.step import Batch
 from pretrain.planning.costs.formulas import training_flops_per_token
+from tests.rotation import in_rotation, named_in_rotation
 
 # Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
@@ -107,7 +108,10 @@ def is_trained(name: str, config: RunConfig) -> bool:
     return name.startswith("decoder.layers.") and int(name.split(".")[2]) in blocks
 
 
-@pytest.mark.parametrize("config", [UPPER, LAST, SPREAD, POOLED], ids=["upper", "last", "spread", "shared"])
+PARTS = named_in_rotation({"upper": UPPER, "last": LAST, "spread": SPREAD, "shared": POOLED}, 2)
+
+
+@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
 def test_a_part_is_trained_as_autograd_would_and_the_rest_stands_still(run_ranks: Any, config: RunConfig) -> None:
     def check(recompute: Any, rows: list[tuple[float, float]], weights: dict[str, Tensor]) -> None:
         with tiny_run(on(config, recompute=recompute)) as run:
@@ -203,7 +207,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_layout_trains_the_same_part(run_ranks: Any, num_ranks: int) -> None:
-    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.num_ranks == num_ranks}
+    layouts = named_in_rotation({name: layout for name, layout in LAYOUTS.items() if layout.num_ranks == num_ranks})
     configs = list(dict.fromkeys(layout.config for layout in layouts.values()))
     (references,) = run_ranks(lambda: [naive_steps(config, STEPS)[0] for config in configs], 1)
     expected = dict(zip(configs, references, strict=True))
@@ -249,9 +253,10 @@ def test_a_stage_below_what_is_trained_gets_no_gradients(run_ranks: Any) -> None
 
 
 BF16 = replace(PRIVATE, train=replace(PRIVATE.train, precision="bf16"))
+STARTING_ANEW = named_in_rotation({"tied": TIED, "bf16": BF16, "shared": SHARED})
 
 
-@pytest.mark.parametrize("config", [TIED, BF16, SHARED], ids=["tied", "bf16", "shared"])
+@pytest.mark.parametrize("config", STARTING_ANEW.values(), ids=STARTING_ANEW)
 def test_what_becomes_trained_starts_anew_and_the_rest_goes_on(
     run_ranks: Any, tmp_path: Path, config: RunConfig
 ) -> None:
@@ -376,7 +381,7 @@ STAGED: dict[str, dict[str, Any]] = {
 """A second layout: in stages, of banks that can be cut so; with cut sequences, of one kind of those that others retrieve like."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_rotation(list(KINDS)))
 def test_every_kind_of_memory_can_be_trained_in_part(run_ranks: Any, kind: str) -> None:
     """The first layer behind another that has a memory, with the tables that it reads: like autograd, and alike on
     layouts.

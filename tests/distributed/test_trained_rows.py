@@ -27,6 +27,7 @@ from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig, TrainedRowsConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tests.rotation import in_rotation, named_in_rotation
 
 NUM_STEPS = 3
 NUM_SEQUENCES = 40
@@ -117,7 +118,7 @@ def weights_of(run: TinyRun) -> dict[str, Tensor]:
 FAMILIES = [kind for kind in MODELS if kind not in ("move, unevenly", "private")]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", in_rotation(FAMILIES))
 def test_the_rows_of_the_highest_scores_move_and_nothing_else(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     """By the gradients of a run that trains all rows: those of the rows that are chosen, and the norm of these."""
     number, score = 7, ("tf_idf", "kl", "reads")[FAMILIES.index(kind) % 3]
@@ -202,7 +203,7 @@ def test_every_layout_trains_the_rows_of_one_rank(run_ranks: Any, tmp_path: Path
         for number, (name, (size, axes)) in enumerate((LAYOUTS | REPLICAS).items())
         if size == num_ranks and name in KINDS
     }
-    assert cases
+    cases = named_in_rotation(cases)
     for _, kind, _ in cases.values():
         write_counts(tmp_path / kind, MODELS[kind], seed=5)
 

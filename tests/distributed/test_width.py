@@ -45,6 +45,7 @@ from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from tests.rotation import in_rotation, named_in_rotation
 
 BASE = 32
 WIDTHS = (32, 128)
@@ -133,7 +134,7 @@ hidden matrix's output goes with it, by 4. Logits may fall to 1 / 2: a part of t
 embeddings have not seen yet, a sum of random terms over m."""
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("kind", in_rotation(list(MEMORIES)))
 def test_four_times_the_width_changes_as_much(run_ranks: Any, kind: str) -> None:
     def main() -> list[dict[str, float]]:
         return [changes(of_width(width, kind)) for width in WIDTHS]
@@ -143,7 +144,7 @@ def test_four_times_the_width_changes_as_much(run_ranks: Any, kind: str) -> None
     assert {name: SMALLEST < wide[name] / narrow[name] < LARGEST for name in narrow} == dict.fromkeys(narrow, True)
 
 
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("streams", in_rotation(list(STREAMS)))
 def test_several_streams_change_as_much(run_ranks: Any, streams: str) -> None:
     def main() -> list[dict[str, float]]:
         return [changes(of_width(width, "engram", streams=streams)) for width in WIDTHS]
@@ -153,14 +154,14 @@ def test_several_streams_change_as_much(run_ranks: Any, streams: str) -> None:
     assert {name: SMALLEST < wide[name] / narrow[name] < LARGEST for name in narrow} == dict.fromkeys(narrow, True)
 
 
-@pytest.mark.parametrize("kind", ["dense", "ultramem_v2"])
+@pytest.mark.parametrize("kind", in_rotation(["dense", "ultramem_v2"], 2))
 def test_without_it_a_wide_model_changes_more(run_ranks: Any, kind: str) -> None:
     (by_width,) = run_ranks(lambda: [changes(of_width(width, kind, mup=False)) for width in WIDTHS], 1)
     narrow, wide = by_width
     assert wide["block 1"] / narrow["block 1"] > 1.5 * LARGEST
 
 
-@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("scale", in_rotation(["match_rms_adamw", "original"], 2))
 def test_so_does_muon(run_ranks: Any, scale: str) -> None:
     keys = {"matrices": "muon", "muon_scale": scale, "muon_lr_multiplier": 1.0 if scale == "match_rms_adamw" else 4.0}
 
@@ -196,6 +197,7 @@ OTHERS: dict[str, ModelConfig] = {
 }
 for _kind, _streams in STREAMS.items():
     OTHERS[f"streams, {_kind}, another token"] = replace(SHARED.model, mup=MUP, residual_streams=_streams)
+SCALED = named_in_rotation({"memory": WIDE.model, **OTHERS})
 BY_INPUTS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "projection", "router", "linear_q_down_proj"} | {
     *("linear_kv_down_proj", "linear_q_proj", "query_proj", "pre_value_proj", "gate_proj", "silu_gate", "output_gate"),
     *("fn", "down", "inject", "alpha_map", "beta_map"),
@@ -218,7 +220,7 @@ def factor_of(name: str, model: ModelConfig) -> float:
     return math.sqrt(1 / RATIO) if part == "query_gain" else 1.0
 
 
-@pytest.mark.parametrize("model", [WIDE.model, *OTHERS.values()], ids=["memory", *OTHERS])
+@pytest.mark.parametrize("model", SCALED.values(), ids=SCALED)
 def test_the_first_step_is_adamw_at_each_parameters_rate(run_ranks: Any, model: ModelConfig) -> None:
     """AdamW with moments from one gradient moves by lr g / (|g| + eps); decays are those of the group, at any rate."""
     optimizer = OptimizerConfig(lr=1e-3, schedule="constant", weight_decay=0.3, clip_grad=0.5)
@@ -245,7 +247,7 @@ def test_the_first_step_is_adamw_at_each_parameters_rate(run_ranks: Any, model: 
         )
 
 
-@pytest.mark.parametrize("model", [WIDE.model, *OTHERS.values()], ids=["memory", *OTHERS])
+@pytest.mark.parametrize("model", SCALED.values(), ids=SCALED)
 def test_initial_weights_have_the_tables_deviations(run_ranks: Any, model: ModelConfig) -> None:
     def main() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         with joined(SHARED) as groups:
@@ -297,7 +299,7 @@ LAYOUTS: dict[str, tuple[RunConfig, str, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_rotation(list(LAYOUTS), 2))
 def test_layouts_train_alike(run_ranks: Any, name: str) -> None:
     """To rounding, in losses and norms: the third step's are those of weights that moved twice."""
     config, matrices, layout = LAYOUTS[name]
