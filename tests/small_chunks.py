@@ -19,7 +19,7 @@ CHUNKS: Chunks = {
     "pretrain.checkpoint.store.torch_dist_writer": {"MAX_PART_BYTES": 5000},
     "pretrain.checkpoint.store.lazy_tensor": {"_SPAN_BYTES": 1000, "_WORTH_A_SEEK_BYTES": 30},
     "pretrain.convert.huggingface.quantised": {"_ELEMENTS_AT_A_TIME": 30},
-    "pretrain.convert.resources": {"_LARGEST_PIECE_BYTES": 300},
+    "pretrain.convert.resources": {"_LARGEST_PIECE_BYTES": 2000},
     "pretrain.data.columns": {"_ROWS_PER_READ": 2},
     "pretrain.data.contents": {"_READ_BYTES": 1000},
     "pretrain.data.indexed_files": {"_DOCUMENTS_AT_ONCE": 3},
