@@ -24,6 +24,7 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
 from tests.deadline import launch_within
+from tests.rotation import in_rotation
 
 WORLD = 4
 MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16)
@@ -297,7 +298,7 @@ def budgets_of(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, Kept]:
     return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
 
 
-@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.rpartition("configs/")[2])
+@pytest.mark.parametrize("path", in_rotation(QUICK), ids=lambda path: path.rpartition("configs/")[2])
 def test_commands_stay_within_their_budgets(path: str) -> None:
     kept = budgets_of({path: on_few_ranks(load_stages(path)[0])})[path]
     assert kept.excesses == []
