@@ -18,8 +18,8 @@ SAMPLE ?= 60
 SEED ?= 1
 # Sequences of 4096 tokens per step, of models timed on one GPU.
 BENCH_BATCH ?= 8
-# Processes that share the tests: two more than cores, as those of Slurm mostly wait, and ranks wait for each other.
-WORKERS ?= 4
+# Processes that share the tests: one more than CI's cores, as those of Slurm mostly wait, and ranks wait for each other.
+WORKERS ?= 3
 # Of long lists of cases, a third or so that is another every week, or all; or the number of a week whose share is to be run again.
 CASES ?= $(shell echo $$(( $$(date +%s) / 604800 )))
 

@@ -11,6 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 WEEK = int(os.environ["MEGAMEM_WEEK"]) if os.environ.get("MEGAMEM_WEEK") else None
@@ -28,6 +30,14 @@ def in_rotation(cases: Sequence[T], parts: int = 3, week: int | None = WEEK) -> 
     places = list(range(len(cases)))
     random.Random(len(cases)).shuffle(places)
     return [case for case, place in zip(cases, places, strict=True) if week is None or place % parts == week % parts]
+
+
+def in_turn(number: int, parts: int = 2, week: int | None = WEEK) -> pytest.MarkDecorator:
+    """Mark of a test that costs seconds, number `number` of those that take turns: it is run in one of `parts` weeks."""
+    assert 0 <= number < parts, f"{number} is none of {parts} weeks"
+    return pytest.mark.skipif(
+        week is not None and week % parts != number, reason="in another week's share: make test CASES=all runs it"
+    )
 
 
 def named_in_rotation(cases: Mapping[str, T], parts: int = 3, week: int | None = WEEK) -> dict[str, T]:

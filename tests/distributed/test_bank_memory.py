@@ -21,6 +21,7 @@ from parallel.sharded_bank import make_bank
 from pretrain.checkpoint.saver import Saver
 from pretrain.config.schema import RunConfig
 from pretrain.state import RunState
+from tests.rotation import in_turn
 
 RANKS = 8
 MIB = 2**20
@@ -72,6 +73,7 @@ def peak_of_a_rank(folder: Path) -> tuple[int, int]:
         return sum(table.nbytes for table in bank.parameters()), (kib("VmHWM") - before) * 1024
 
 
+@in_turn(1)
 def test_a_rank_builds_and_saves_its_part_within_one_and_a_half_times_its_size(run_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()

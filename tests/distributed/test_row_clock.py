@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.common.table_scale import scale_of
 from megamem.parameters.shards import walk_shards
 from pretrain.config.schema import RunConfig
+from tests.rotation import in_rotation
 
 NUM_STEPS = 4
 KINDS = {
@@ -49,7 +50,7 @@ def tables_of(run: TinyRun) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", in_rotation([2, 4], 2))
 def test_every_layout_takes_the_steps_of_one_rank(run_ranks: Any, num_ranks: int) -> None:
     steps_on_layouts(run_ranks, num_ranks, KINDS, by_reads, NUM_STEPS)
 

@@ -16,6 +16,7 @@ from tiny_runs import TinyRun, on, random_batches, tiny_run
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.step import Batch, evaluation_loss
+from tests.rotation import in_rotation
 
 SEPARATE = replace(training(TIED), data=replace(TIED.data, documents="separate"))
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,16 @@ def losses(run: TinyRun, num_steps: int) -> list[tuple[float, float]]:
     return run.train(num_steps)
 
 
-@pytest.mark.parametrize("config", [training(TIED), training(TIED, 3), SEPARATE], ids=["whole", "part", "separate"])
+@pytest.mark.parametrize(
+    "config",
+    in_rotation(
+        [
+            pytest.param(training(TIED), id="whole"),
+            pytest.param(training(TIED, 3), id="part"),
+            pytest.param(SEPARATE, id="separate"),
+        ]
+    ),
+)
 def test_every_scored_token_weighs_the_same(run_ranks: Any, config: RunConfig) -> None:
     def alone() -> list[tuple[float, float]]:
         if config is not SEPARATE:

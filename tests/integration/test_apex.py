@@ -13,6 +13,8 @@ import pytest
 from commands import Megamem, checkpoint, steps
 from stand_ins import APEX, TRANSFORMER_ENGINE, WithStandIns, called, with_stand_ins
 
+from tests.rotation import in_turn
+
 ALL = "train.apex=[norms,weight_gradients,adamw]"
 # Of `saved_run`, which is trained without it.
 SHORT = ("train.num_steps=6", "checkpoint.every_steps=3")
@@ -71,6 +73,7 @@ def test_it_goes_on_with_a_run_of_pytorch(
     assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
 
 
+@in_turn(1)
 def test_transformer_engine_adds_up_gradients_of_its_own_linears(
     saved_run: Path, config_file: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +113,7 @@ def test_what_does_not_fit_is_refused(
     assert message in " ".join(result.output.split())
 
 
+@in_turn(0)
 def test_layers_that_were_trained_alone_keep_their_count(
     config_file: Path, tmp_path: Path, megamem: Megamem, with_apex: WithStandIns
 ) -> None:

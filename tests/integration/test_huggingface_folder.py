@@ -26,6 +26,7 @@ from pretrain.convert.registry import open_checkpoint
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.run.folder import RunFolder
 from tests.costly import COSTLY
+from tests.rotation import in_turn
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
@@ -119,6 +120,7 @@ print(json.dumps(said))
     return said
 
 
+@in_turn(0)
 def test_it_generates_what_the_run_generates(stranger: dict[str, str], trained: Path, megamem: Megamem) -> None:
     options = ("--prompt", "import é", "--temperature", "0", "--max-tokens", "12")
     ours = megamem("generate", trained, *options)
@@ -151,6 +153,7 @@ def test_its_card_has_the_figures_of_the_checkpoint(folder: Path, trained: Path)
     assert str(trained.parent) not in card
 
 
+@in_turn(1)
 def test_tables_in_their_files_take_no_memory(folder: Path, tmp_path: Path) -> None:
     """Neither as parameters, which go to the device, nor in the host's memory beyond the pages that were read."""
     code = """

@@ -13,6 +13,8 @@ import pytest
 import torch
 from commands import Command, Megamem, Start, checkpoint, steps
 
+from tests.rotation import in_turn
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,6 +42,7 @@ def torchrun(num_ranks: int, *arguments: object) -> tuple[int, str]:
     return run_program(*launcher, "-m", "tools.cli", *arguments)
 
 
+@in_turn(0)
 def test_torchrun_gives_the_ranks(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:
     short = ("train.num_steps=4", "train.micro_batch_size=2")
     code, output = torchrun(2, "train", config_file, *short, "--run-dir", tmp_path / "torchrun")

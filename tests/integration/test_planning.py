@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
+from tests.rotation import in_turn
+
 SIZED = ("model.vocab_size=512", "train.micro_batch_size=1", "train.global_batch_size=8")
 
 
+@in_turn(0, 3)
 def test_the_stages_of_a_run_are_dry_run_and_meet(megamem: Megamem, config_file: Path) -> None:
     words = (
         "dryrun",
@@ -37,6 +40,7 @@ def test_the_stages_of_a_run_are_dry_run_and_meet(megamem: Megamem, config_file:
         assert {call["op"] for call in of_memory} == {"all_gather", "all_to_all"}
 
 
+@in_turn(1, 3)
 def test_a_plan_counts_its_best_layouts_as_dry_runs_do(megamem: Megamem, config_file: Path) -> None:
     words = ("plan", config_file, "--gpus", 8, "--gpu", "h100-80g", *SIZED)
     counted, shown = megamem(*words, "--count", 2, "--json"), megamem(*words, "--count", 1)
@@ -70,6 +74,7 @@ def test_dry_runs_that_make_no_sense_are_refused(megamem: Megamem, config_file: 
         assert said in " ".join(result.output.split())
 
 
+@in_turn(2, 3)
 def test_a_vocabulary_that_is_left_to_the_data_is_theirs(megamem: Megamem, config_file: Path) -> None:
     """257 ids of bytes, padded as in training; a number that is given counts wherever the data are."""
     counts = {}

@@ -23,6 +23,7 @@ import yaml
 from commands import TINY, Megamem, Start, wait_until
 from engine_stand_in import engine_stand_in
 
+from tests.rotation import in_turn
 from tests.unit.data.chat_templates import QWEN, folder_of, without_generation
 from tests.unit.data.kinds_of_tokenizers import END
 
@@ -186,6 +187,7 @@ def code_of(port: int, path: str, body: dict[str, Any]) -> int:
 NEEDS_VLLM = pytest.mark.skipif(not ENGINE, reason="MEGAMEM_VLLM_PYTHON is not set: `make serve-check` sets it")
 
 
+@in_turn(0)
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
 def test_a_request_over_a_socket_is_answered_with_the_models_text(
     megamem: Megamem, start: Start, corpus: Path, tmp_path: Path, engine: str
@@ -226,6 +228,7 @@ def test_a_request_over_a_socket_is_answered_with_the_models_text(
     assert all(400 <= code < 500 for code in refused), refused
 
 
+@in_turn(1)
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM), "transformers"])
 def test_a_model_of_conversations_answers_chats_and_ends_its_turn(
     megamem: Megamem, start: Start, tmp_path: Path, engine: str

@@ -31,6 +31,7 @@ from pretrain.train.loop import StopRequest, train
 from pretrain.train.run import Run, owning
 from pretrain.train.stage_loop import train_stages
 from tests.deadline import launch_within
+from tests.rotation import in_turn
 
 RULE = ("health.spikes.window_steps=2", "health.spikes.grad_norm_deviations=300", "health.spikes.loss_deviations=null")
 REWIND = ("health.spikes.action=rewind", *RULE)
@@ -142,6 +143,7 @@ def test_what_a_run_says_of_its_rewinds(rewound: Path) -> None:
     assert "passed over samples 32 to 72 (rewind 2 of 5)" in second.message
 
 
+@in_turn(1)
 def test_a_run_that_went_back_and_was_stopped_goes_on_as_if_it_had_not_been(
     rewound: Path, config_file: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_spike_is_skipped_as_if_its_gradient_were_not_finite(config_file: Path
         assert [row["num_spikes"] for row in steps(tmp_path / name)] == [0] * 6 + [1] * 4
 
 
+@in_turn(0)
 def test_a_run_of_stages_goes_back_to_where_a_stage_began_and_no_further(
     config_file: Path, tmp_path: Path, warm: None
 ) -> None:

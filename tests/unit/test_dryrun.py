@@ -34,7 +34,7 @@ from pretrain.planning.costs.sent import stages_sent
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
-from tests.rotation import in_rotation, named_in_rotation
+from tests.rotation import in_rotation, in_turn, named_in_rotation
 from tests.unit.dry_runs import (
     ACROSS_RANKS,
     CONFIGS,
@@ -61,6 +61,7 @@ def reports() -> Reports:
     return Reports()
 
 
+@in_turn(0)
 def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
     """Ranges that ranks own have other shares of matrices; an embedding is in one rank's."""
     config = replace(
@@ -351,6 +352,7 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
     assert "in group world" in mismatches([first, replace(second, collectives=tuple(calls))])[0]
 
 
+@in_turn(1)
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for way in (0, 1):
         counts = (counted[way] for counted in reports["launches"])
@@ -366,6 +368,7 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
             assert counted - dense == launches_across_ranks(config, way)
 
 
+@in_turn(0)
 def test_sites_of_streams_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for kind, counted in zip(LAUNCHED_STREAMS, reports["launches of streams"], strict=True):
         for way in (0, 1):

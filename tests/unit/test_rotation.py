@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rotation import in_rotation, named_in_rotation
+from tests.rotation import in_rotation, in_turn, named_in_rotation
 
 
 @given(num_cases=st.integers(1, 60), parts=st.integers(1, 60), week=st.integers(0, 10**5))
@@ -34,3 +34,13 @@ def test_neighbours_are_spread() -> None:
     cases = [(kind, layout) for kind in range(6) for layout in range(3)]
     for week in range(3):
         assert len({layout for _, layout in in_rotation(cases, 3, week)}) > 1
+
+
+def test_tests_that_take_turns_are_run_in_one_of_so_many_weeks() -> None:
+    marks = [[in_turn(number, 3, week) for number in range(3)] for week in range(7, 10)]
+    assert [[mark.args[0] for mark in of_week] for of_week in marks] == [
+        [True, False, True],
+        [True, True, False],
+        [False, True, True],
+    ]
+    assert in_turn(1, 3, None).args == (False,)

@@ -14,6 +14,7 @@ from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
 from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
+from tests.rotation import in_turn
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = sorted((REPOSITORY / "configs" / "h100").glob("*.yaml"))
@@ -49,6 +50,7 @@ def test_all_stages_can_run_on_the_gpus_that_the_file_is_for(path: Path) -> None
         assert replace(config.train, micro_batch_size=1, recompute="full") == replace(before.train, micro_batch_size=1)
 
 
+@in_turn(0)
 def test_the_layout_is_the_one_that_plans_recommend() -> None:
     first = load_stages(LAST)[0]
     best = recommended(all_estimates(first, gpus_of(LAST), H100), H100)
@@ -56,6 +58,7 @@ def test_the_layout_is_the_one_that_plans_recommend() -> None:
     assert best.config == first
 
 
+@in_turn(1)
 def test_a_rank_of_it_is_dry_run() -> None:
     config = load_stages(REPOSITORY / "configs" / "h100" / "2.5b_120b_top256_on_64.yaml")[0]
     # As many microbatches as are in flight.
