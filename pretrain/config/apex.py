@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pretrain.config.schema import ApexPart, RunConfig
+from pretrain.config.fields import ApexPart
+from pretrain.config.schema import RunConfig
 
 EXTENSIONS: dict[ApexPart, str] = {
     "norms": "fused_layer_norm_cuda",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.position import tokens_of_run
-from pretrain.config.schema import OptimizerConfig, StageConfig, TrainConfig
+from pretrain.config.schema import StageConfig, TrainConfig
 from pretrain.config.updates import MUON
 
 if TYPE_CHECKING:

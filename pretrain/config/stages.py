@@ -26,10 +26,11 @@ from pydantic import PositiveInt
 from megamem.config.base import Advice, Config, field_specs
 from megamem.config.identity import Role
 from pretrain.config.bases import read_with_bases
+from pretrain.config.fields import PLAIN_NAME
 from pretrain.config.keys import role_of
 from pretrain.config.loader import build, config_changes, join_problems, settle, to_dict
 from pretrain.config.position import position_in_data, samples_until, steps_for_tokens
-from pretrain.config.schema import PLAIN_NAME, RunConfig, StageConfig, TrainConfig
+from pretrain.config.schema import RunConfig, StageConfig, TrainConfig
 from pretrain.config.sized import Filled, fill, override
 from pretrain.config.source import (
     SIZE_KEY,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     # It imports torch, and code that plans or checks does not.
     from megamem.parameters.declaration import GroupName
-    from pretrain.config.schema import OptimizerConfig
+    from pretrain.config.optimizer import OptimizerConfig
 
 STATE_PREFIX = "optimizer.state."
 """Checkpoints have what an update keeps as `optimizer.state.<name>.<parameter>`, main weights as `param`."""

@@ -11,12 +11,13 @@ from megamem.families.registry import FAMILIES
 from megamem.placement.block_plan import count_blocks
 from parallel.machine.devices import num_visible_gpus
 from pretrain.config.apex import apex_problems, missing_extensions
+from pretrain.config.fields import PLAIN_NAME
 from pretrain.config.graphs import graph_problems
 from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import steps_before, tokens_of_run
 from pretrain.config.schedule import schedule_span, table_decay
-from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
+from pretrain.config.schema import BatchRampConfig, RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.suggest import nearest_multiples
 from pretrain.config.table_gradients import gradients_problems

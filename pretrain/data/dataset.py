@@ -29,7 +29,8 @@ from megamem.attention.documents import document_positions
 from parallel.machine.atomic_write import atomic_write
 from parallel.processes.ranks import current_ranks
 from parallel.processes.turns import in_turns
-from pretrain.config.schema import DatasetEntry, Shuffle
+from pretrain.config.fields import Shuffle
+from pretrain.config.schema import DatasetEntry
 from pretrain.data.blend import MOST_DOCUMENTS, check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex
 from pretrain.data.computed import ComputedBlend, ComputedSamples

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megamem.config.width import WidthRules
 from megamem.parameters.declaration import matrices_of, tensor_dim_of, width_of
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.updates import MUON, orthogonalisation_flops
 from pretrain.engine.newton_schulz import orthogonalised
 from pretrain.engine.optimizer_shards import state_entries

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.implementations import Implementation
 from kernels.select import implementation_of
-from pretrain.config.schema import TrainedRowsConfig
+from pretrain.config.optimizer import TrainedRowsConfig
 
 TRAINING = Table()
 TABLES = {"values", "pre_values"}

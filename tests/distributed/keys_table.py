@@ -26,7 +26,8 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import RunConfig, TrainConfig
 
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=6, value_dim=16, pre_value_dim=10, top_k=4)
 

@@ -31,8 +31,9 @@ from megamem.model import MemoryGPTModel
 from megamem.parameters.declaration import group_of, matrices_of
 from parallel.groups import ParallelGroups
 from pretrain.config.keys import ineffective_fields
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schedule import group_settings
-from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.muon import units_of
 from pretrain.engine.update_rules import ReplicaRanges

@@ -12,8 +12,9 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_
 from torch import Tensor, nn
 
 from megamem.parameters.declaration import GroupName, ReducedOver, declare, group_of
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schedule import group_settings
-from pretrain.config.schema import OptimizerConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.engine.build_optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
 
 GROUPS = (*DENSE_GROUPS, *SPLIT_GROUPS)

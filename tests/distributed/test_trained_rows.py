@@ -24,7 +24,8 @@ from torch import Tensor
 from megamem.config.model import ModelConfig
 from megamem.parameters.trained_part import Trained
 from megamem.placement.spans import PlacementConfig
-from pretrain.config.schema import RunConfig, TrainedRowsConfig
+from pretrain.config.optimizer import TrainedRowsConfig
+from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tests.rotation import in_rotation, named_in_rotation

@@ -19,7 +19,7 @@ from tiny_runs import SHARED, TinyRun, tiny_run
 from torch import Tensor
 
 from pretrain.checkpoint.folder import step_folder
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.train.loop import take_step
 
 NUM_STEPS, SKIPPED, SAVED = 7, 2, 4

@@ -43,8 +43,9 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schedule import group_settings
-from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from pretrain.config.schema import RunConfig, TrainConfig
 from tests.rotation import in_rotation, named_in_rotation
 
 BASE = 32

@@ -27,7 +27,8 @@ from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.run_entries import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.store.tensors import Region, TensorReader
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.engine.build_optimizer import build_optimizer
 from pretrain.engine.megatron import parallel_sizes

@@ -22,7 +22,8 @@ from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from pretrain.config.context_ways import WAYS
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from tests.deadline import launch_within
 from tests.rotation import in_rotation, named_in_rotation
 

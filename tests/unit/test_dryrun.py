@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megamem.families.move.config import MoveConfig
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, TrainedRowsConfig
+from pretrain.config.optimizer import OptimizerConfig, TrainedRowsConfig
+from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.held import held_bytes

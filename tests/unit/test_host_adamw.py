@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.engine.tables import value_offload
 from pretrain.engine.tables.value_offload import HostAdamW, host_adamw
 from pretrain.errors import ConfigError

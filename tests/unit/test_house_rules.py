@@ -30,6 +30,7 @@ CONFIG_FILES = (
     "megamem/residual_streams/config.py",
     "megamem/retrieval/config.py",
     *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
+    "pretrain/config/optimizer.py",
     "pretrain/config/schema.py",
     "slurm/profile.py",
 )

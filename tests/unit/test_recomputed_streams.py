@@ -32,7 +32,8 @@ from megamem.placement.block_plan import PLAIN
 from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.make import make_site
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.kept_streams import KeptStreams, kept_streams
 from pretrain.planning.costs.pipeline_stages import stages_of
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from pretrain.config.loader import to_yaml
-from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.data.manifest import save_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError

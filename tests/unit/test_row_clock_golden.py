@@ -15,7 +15,7 @@ from kernels.common.table_gradient import give_gradient
 from kernels.common.table_scale import TableScale, give_scale
 from kernels.implementations import Implementation
 from kernels.select import select_kernels
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.engine.tables.read_rows import ReadRows
 from pretrain.engine.tables.row_wise import OwnedRectangle
 from pretrain.engine.update_rules import Share

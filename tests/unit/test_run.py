@@ -22,15 +22,8 @@ from megamem.parameters.trained_part import ALL
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.keys import all_keys, role_of
 from pretrain.config.loader import to_dict
-from pretrain.config.schema import (
-    DataConfig,
-    DatasetEntry,
-    EvaluationConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.planning.costs.formulas import training_flops_per_token

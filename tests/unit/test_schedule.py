@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schedule import apply_schedule, backbone_lr, group_settings, value_multiplier
-from pretrain.config.schema import OptimizerConfig, TrainConfig
+from pretrain.config.schema import TrainConfig
 from pretrain.engine.build_optimizer import DENSE_GROUPS, SPLIT_GROUPS
 
 CONSTANT = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=10)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.config.schema import OptimizerConfig, TrainedRowsConfig
+from pretrain.config.optimizer import OptimizerConfig, TrainedRowsConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.launches import LAUNCHES_ADDITION, launches_of
 from pretrain.planning.costs.part_costs import table_step_bytes
 from pretrain.planning.costs.pipeline_stages import stages_of

@@ -15,7 +15,8 @@ import pytest
 
 from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from tests.deadline import launch_within
 from tests.rotation import in_rotation, named_in_rotation
 

@@ -21,7 +21,8 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
 from tests.deadline import launch_within
 from tests.rotation import in_rotation

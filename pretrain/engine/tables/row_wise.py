@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from kernels.common.rounding import Rounding
 from kernels.select import Kernels
 from megamem.banks.hashing import key_of
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.updates import ROW_WISE
 from pretrain.engine.optimizer_shards import row_entries, state_entries
 from pretrain.engine.update_rules import ReplicaRanges, Share, UpdateRule

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from kernels.common.row_gradient import RowGradient
 from megamem.banks.bank import Bank
 from parallel.groups import ParallelGroups
-from pretrain.config.schema import TrainedRowsConfig
+from pretrain.config.optimizer import TrainedRowsConfig
 from pretrain.engine.tables.read_counts import ReadCounts, ReadCountsFile
 from pretrain.engine.tables.row_gradients import row_gradient_of
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from kernels.common.cpp import cache_folder
-from pretrain.config.schema import OptimizerConfig
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.updates import ADAMW
 from pretrain.engine.optimizer_shards import state_entries
 from pretrain.engine.update_rules import ReplicaRanges, Share, UpdateRule

@@ -21,7 +21,8 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.block_plan import paired_in_attention, plan_blocks
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
-from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError

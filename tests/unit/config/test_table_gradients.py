@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.config.schema import OptimizerConfig, RunConfig
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.stages import load_config
 from pretrain.config.table_gradients import MOST_READS, chosen

@@ -14,11 +14,11 @@ import pretrain.train.loop as loop
 from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.checkpoint.saver import Saver, SaveReport
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
