@@ -48,7 +48,7 @@ ENTRIES = {
 }
 
 
-TRIED = named_in_rotation(ENTRIES, parts=2)
+TRIED = named_in_rotation(ENTRIES)
 
 
 def problem(entry: Entry, base: Any, second: Any) -> str | None:

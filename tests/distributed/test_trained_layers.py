@@ -25,7 +25,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.step import Batch
 from pretrain.planning.costs.formulas import training_flops_per_token
-from tests.rotation import in_rotation, named_in_rotation
+from tests.rotation import in_rotation, in_turn, named_in_rotation
 
 # Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
@@ -324,6 +324,7 @@ def state_of(run: TinyRun, parameter: Any) -> dict[str, Tensor]:
     raise AssertionError("it is not stepped")
 
 
+@in_turn(0)
 def test_both_phases_go_on_on_other_layouts(run_ranks: Any, tmp_path: Path) -> None:
     """Each phase on two layouts, one after the other, against one rank."""
     first, second = training(TIED, 2, 3), training(TIED)
@@ -433,6 +434,7 @@ def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers:
     assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]
 
 
+@in_turn(1)
 def test_tables_in_host_memory_are_trained_in_part_alike(run_ranks: Any, tmp_path: Path) -> None:
     """Through both phases, each gone on with from a checkpoint: a table that was not trained counts its own updates."""
 

@@ -13,7 +13,7 @@ from commands import Megamem, evaluations
 from pretrain.checkpoint.folder import sealed
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from tests.rotation import in_rotation
+from tests.rotation import in_rotation, in_turn
 from tools.cli import main
 
 
@@ -33,6 +33,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
+@in_turn(1)
 def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = megamem(
@@ -189,6 +190,7 @@ def generate(megamem: Megamem, run: Path, *options: object) -> str:
     return result.generated
 
 
+@in_turn(1)
 def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
     megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
     assert "splits blocks 2..3" in split.output
 
 
+@in_turn(0)
 def test_a_run_on_cut_sequences_is_evaluated_and_goes_on_on_whole_ones(
     megamem: Megamem, config_file: Path, held_out: Path, tmp_path: Path
 ) -> None:

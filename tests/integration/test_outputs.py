@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from commands import Megamem, evaluations, rows, steps
 
+from tests.rotation import in_turn
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
@@ -83,6 +85,7 @@ def test_wandb_has_the_metrics_offline(run: Path) -> None:
     assert not missing
 
 
+@in_turn(1)
 def test_a_run_that_goes_on_is_the_same_one_in_wandb(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
     """Offline there is a folder for each start, named after the run's id."""
     run = tmp_path / "run"
@@ -176,6 +179,7 @@ def test_the_rows_learning_rates_are_those_of_the_schedule(trained: Path) -> Non
         assert row["value_lr"] == pytest.approx(lr * (5 - 3 * step / 160), rel=1e-12), step
 
 
+@in_turn(0)
 def test_a_run_says_which_gradients_of_tables_were_taken(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
     """By one rank rows, of which the run's configuration then speaks, and goes on by two, whose kernels make dense ones."""
     keys = ("optimizer.tables=row_wise", "optimizer.table_gradients=auto")

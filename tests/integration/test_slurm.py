@@ -46,7 +46,7 @@ def straight(megamem: Megamem, config_file: Path, tmp_path_factory: pytest.TempP
     return train_here(megamem, config_file, 2, tmp_path_factory.mktemp("straight") / "run", *_SHORT)
 
 
-@in_turn(1)
+@in_turn(1, 3)
 def test_a_run_of_stages_on_two_nodes_is_that_of_one_machine(site: Site, megamem: Megamem, tmp_path: Path) -> None:
     """One job trains them all, on four ranks whose layout changes."""
     config = yaml.safe_load(site.config_file.read_text())
@@ -100,7 +100,7 @@ def test_a_run_survives_its_time_limit_and_a_dead_node(site: Site, cluster: Clus
     assert len(site.jobs.job_ids()) == 1
 
 
-@in_turn(0)
+@in_turn(1, 3)
 def test_an_elastic_run_goes_on_with_fewer_nodes(site: Site, cluster: Cluster, straight: Path) -> None:
     """The same job, without one of its nodes; the batch stays what it was."""
     site.submit(*_SHORT, ranks_per_node=1, min_nodes=1)
@@ -122,7 +122,7 @@ def test_an_elastic_run_goes_on_with_fewer_nodes(site: Site, cluster: Cluster, s
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@in_turn(1)
+@in_turn(2, 3)
 def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cluster) -> None:
     """One job has the seconds of KillWait alone, the other a time of grace, in which its ranks hear of it first."""
     records = [JobsFolder(RunFolder(site.run.parent / partition)) for partition in ("low", "grace")]
@@ -145,7 +145,7 @@ def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cl
         assert jobs.job_ids() == [first.attempt.job] == [second.attempt.job]
 
 
-@in_turn(1)
+@in_turn(1, 3)
 def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Cluster) -> None:
     """Its ranks are placed by a host file, the first of them on the second node."""
     hosts = site.run.parent.parent / "hosts"

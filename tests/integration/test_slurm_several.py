@@ -50,7 +50,7 @@ def straight(megamem: Megamem, staged_file: Path, tmp_path_factory: pytest.TempP
     return path
 
 
-@in_turn(0)
+@in_turn(0, 3)
 def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
     site: Site, cluster: Cluster, staged_file: Path, straight: Path
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
     assert "its stages end there" in " ".join(refused.split())
 
 
-@in_turn(1)
+@in_turn(2, 3)
 def test_a_chain_ends_with_a_job_that_fails_and_goes_on_from_there(
     site: Site, cluster: Cluster, staged_file: Path, corpus: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_chain_ends_with_a_job_that_fails_and_goes_on_from_there(
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "all jobs to be gone")
 
 
-@in_turn(1)
+@in_turn(2, 3)
 def test_a_sweep_is_an_array_of_runs_each_with_attempts_of_its_own(site: Site, cluster: Cluster) -> None:
     """One of them is requeued, while the controller is away."""
     sweep = ("--sweep", "optimizer.lr=4e-3,1e-3", "--at-once", "2")

@@ -25,7 +25,7 @@ from pretrain.run.owner import Owner
 from pretrain.train.callback import Callback, Priority, Row
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
-from tests.rotation import in_rotation
+from tests.rotation import in_rotation, in_turn
 
 NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "3"))
 """Kills of the run that is killed; the suite's are the first of them."""
@@ -199,6 +199,7 @@ def test_the_ramp_the_schedules_and_the_samples_are_those_of_the_stages(straight
     ]
 
 
+@in_turn(0)
 def test_another_layout_from_a_stage_on_is_the_same_run_to_rounding(
     straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
@@ -212,6 +213,7 @@ def test_another_layout_from_a_stage_on_is_the_same_run_to_rounding(
         assert actual == pytest.approx(expected, rel=1e-5)
 
 
+@in_turn(0)
 def test_stages_one_by_one_are_all_at_once(straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem) -> None:
     run = tmp_path / "run"
     train = ("train", staged_file, "--nproc", 2, "--run-dir", run, "--stage")
@@ -261,6 +263,7 @@ def test_going_on_in_another_folder_is_going_on(
     assert "holds a run that started from" in refused.output
 
 
+@in_turn(1)
 def test_moments_can_be_reset_and_then_make_another_run(
     straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
@@ -299,6 +302,7 @@ def test_a_run_without_stages_goes_on_from_another_one(
     assert "is of another model: model.hidden_size: 32 -> 64" in " ".join(other.output.split())
 
 
+@in_turn(1)
 def test_the_past_of_a_run_stays_and_its_future_may_change(
     straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:

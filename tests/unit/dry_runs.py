@@ -317,7 +317,7 @@ _IN_TURN = {
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
 }
 # Tests ask for the first of these by name, beside what plans predict of each.
-CONFIGS = {"split": LONGER, "offloaded": OFFLOADED, **CUT, **named_in_rotation(_IN_TURN)}
+CONFIGS = {"split": LONGER, "offloaded": OFFLOADED, **CUT, **named_in_rotation(_IN_TURN, parts=4)}
 REAL = replace(
     SPLIT,
     parallel=ParallelConfig(memory=2),

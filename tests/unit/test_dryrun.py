@@ -62,7 +62,7 @@ def reports() -> Reports:
     return Reports()
 
 
-@in_turn(0)
+@in_turn(0, 3)
 def test_the_fullest_rank_has_the_state_of_muon_that_plans_count() -> None:
     """Ranges that ranks own have other shares of matrices; an embedding is in one rank's."""
     config = replace(
@@ -353,7 +353,7 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
     assert "in group world" in mismatches([first, replace(second, collectives=tuple(calls))])[0]
 
 
-@in_turn(1)
+@in_turn(1, 3)
 def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for way in (0, 1):
         counts = (counted[way] for counted in reports["launches"])
@@ -369,7 +369,7 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
             assert counted - dense == launches_across_ranks(config, way)
 
 
-@in_turn(0)
+@in_turn(2, 3)
 def test_sites_of_streams_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
     for kind, counted in zip(LAUNCHED_STREAMS, reports["launches of streams"], strict=True):
         for way in (0, 1):

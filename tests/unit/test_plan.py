@@ -42,6 +42,7 @@ from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import step_time
 from pretrain.planning.costs.twins import dense_twin
+from tests.rotation import in_rotation, in_turn
 from tools import cli
 from tools.plan.command import with_counts
 
@@ -150,6 +151,7 @@ def test_gradients_of_rows_have_the_layouts_that_they_can_have(rows: bool) -> No
     assert {1, 2, 4, 8} <= replicas
 
 
+@in_turn(0)
 def test_layouts_of_several_streams_mix_them_again_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = REPOSITORY / "configs" / "engram" / "v4_1_flash.yaml"
     config = load_config(path)
@@ -192,6 +194,7 @@ def test_layouts_keep_to_the_rules_and_differ() -> None:
             validate(replace(found.config, train=replace(found.config.train, kernels="auto")), 64)
 
 
+@in_turn(0)
 def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +337,7 @@ def test_a_mixture_is_planned_with_what_its_tokens_send() -> None:
     assert step_time(alone, 128, H100).by_part[TimePart.EXPERTS] == 0
 
 
+@in_turn(1)
 def test_a_gpu_that_is_too_small_is_told_with_the_part_and_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,7 +371,7 @@ def test_cheaper_state_of_tables_is_proposed_where_nothing_else_fits(capsys: pyt
 FEW_GPUS = sorted((REPOSITORY / "configs" / "few_gpus").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", FEW_GPUS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", in_rotation(FEW_GPUS), ids=lambda path: path.stem)
 def test_a_file_for_few_gpus_is_what_its_command_writes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
