@@ -15,6 +15,7 @@ import yaml
 from commands import TINY, Megamem, Result, Start, checkpoint, evaluations, last_step, rows, steps, wait_until
 
 from pretrain.checkpoint.newest import newest_complete
+from tests.rotation import in_turn
 
 SHORT = ("train.num_steps=4", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "evaluation.max_sequences=4")
 
@@ -107,6 +108,7 @@ def test_finished_runs_are_kept_and_interrupted_ones_resumed(
     assert steps(runs[0])[0]["loss"] != steps(runs[1])[0]["loss"]
 
 
+@in_turn(0)
 def test_models_are_tuned_alike_on_a_seed_of_its_own(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
     tuning = tmp_path / "tuning.yaml"
     keys = {"model.memory.key_balance_weight": [0.5], "optimizer.lr": [1.0e-9, 1.0e-2]}
@@ -207,6 +209,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     assert "started" not in again.output
 
 
+@in_turn(1)
 def test_searches_side_by_side(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
     tuning = tmp_path / "tuning.yaml"
     tuning.write_text("trials: 2\nsteps: 3\nseed: 1\nkeys:\n  optimizer.lr: [1.0e-3]\n")
@@ -238,6 +241,7 @@ def test_a_stopped_neighbour_saves_too(tmp_path: Path, start: Start, models: lis
         assert saved.step == last_step(run)
 
 
+@in_turn(0)
 def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: list[Path], tmp_path: Path) -> None:
     """A way that adds nothing at first begins as the base; only trained parts change; finished runs are kept."""
     ways = {
@@ -289,6 +293,7 @@ def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: 
     assert "run 3 of 4: inserted, seed 1: 4 steps to go" in result.output
 
 
+@in_turn(1)
 def test_controls_are_trained_and_judged(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
     """With the model's own losses after training; a second call trains and measures nothing."""
     memory, options = models[1], ("--seeds", 1, "--controls", "--at-once", 2, "--nproc", 1)

@@ -9,7 +9,10 @@ from pathlib import Path
 import yaml
 from commands import TINY, Megamem, steps
 
+from tests.rotation import in_turn
 
+
+@in_turn(1)
 def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> None:
     train = {"num_steps": 80, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 48}
     model = {**TINY["model"], "ffn_hidden_size": 96}
@@ -48,6 +51,7 @@ def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> N
     assert (tmp_path / "runs" / "recall.md").read_text() == page
 
 
+@in_turn(0)
 def test_controls_are_told_the_same_facts_side_by_side(tmp_path: Path, megamem: Megamem) -> None:
     train = {"num_steps": 4, "global_batch_size": 4, "micro_batch_size": 4, "sequence_length": 48}
     memory = {**TINY, "name": "memory", "train": train, "logging": {"memory_every_steps": 0}}

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from commands import Megamem
 
+from tests.rotation import in_turn
+
 
 def results_in(folder: Path) -> dict[str, Any]:
     return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("taught.json")}
 
 
+@in_turn(0)
 def test_facts_are_learnt_batch_after_batch_and_lessons_are_kept(
     tmp_path: Path, megamem: Megamem, trained: Path
 ) -> None:
@@ -45,6 +48,7 @@ def test_facts_are_learnt_batch_after_batch_and_lessons_are_kept(
     assert (tmp_path / "runs" / "teaching.md").read_text() == page
 
 
+@in_turn(1)
 def test_adapters_are_taught_the_same_facts(tmp_path: Path, megamem: Megamem, trained: Path) -> None:
     pytest.importorskip("peft", reason="adapters are its: pip install peft")
     options = ("--ways", "lora", "--rates", "lora=1e-2", "--facts", 4, "--steps", 60, "--windows", 4)
