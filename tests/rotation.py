@@ -1,6 +1,7 @@
 """Shares of long lists of cases: a run of the suite takes one, the next week's run another, so that all have their turn.
 
 A list is one where cases meet the same code in other company, such as models on layouts: most mistakes fail many of them.
+Cases that are alone on a path of the code stay out of it, and are run every week.
 `make test` names the week, `make test CASES=all` and pytest by itself take every case.
 """
 

@@ -21,7 +21,6 @@ from megamem.placement.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import DataConfig, RunConfig
 from pretrain.engine.build import build_chunks
-from tests.rotation import named_in_rotation
 
 STEPS = 2
 NGRAMS = replace(
@@ -75,7 +74,6 @@ def cases() -> dict[tuple[str, str, str], RunConfig]:
 
 
 CASES = cases()
-TRIED = named_in_rotation(CASES)
 
 
 def test_every_pair_is_there() -> None:
@@ -105,10 +103,10 @@ def of_one_rank(run_ranks: Any) -> dict[tuple[int, str], list[tuple[float, float
 
 @pytest.fixture(scope="module")
 def of_four(run_ranks: Any) -> list[dict[Any, list[tuple[float, float]]]]:
-    return run_ranks(lambda: {case: losses(config) for case, config in TRIED.items()}, 4, timeout_s=600)
+    return run_ranks(lambda: {case: losses(config) for case, config in CASES.items()}, 4, timeout_s=600)
 
 
-@pytest.mark.parametrize("case", TRIED, ids=", ".join)
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_losses_and_norms_are_those_of_one_rank(of_four: Any, of_one_rank: Any, case: tuple[str, str, str]) -> None:
     model, _ = {**CUT, **WHOLE, **LOOKING_BACK}[case[0]]
     for of_rank in of_four:

@@ -160,7 +160,8 @@ def test_rows_make_the_update_that_dense_gradients_make(run_ranks: Any, num_rank
 
     def main() -> dict[tuple[str, ...], tuple[list[str], float]]:
         found = {}
-        for layout, kind, precision in in_rotation(cases):
+        # Two ranks read copies of a bank on two stages, rows that are split, and tokens of both: none is like another.
+        for layout, kind, precision in cases if num_ranks == 2 else in_rotation(cases):
             ways: Any = ("dense", "rows")
             configs = [on(config_of(MODELS[kind], way, precision), **LAYOUTS[layout][1]) for way in ways]
             validate(configs[1], num_ranks)
