@@ -4,25 +4,31 @@ sums, and right in the mean where it cannot; of every family, on every axis; and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_kinds_layouts import KINDS
 from test_layouts import shards
 from test_read_rows import config_of as of_model
 from test_token_layouts import config_of as of_tokens
 from tiny_runs import PRIVATE, SHARED, TinyRun, build, joined, on, tiny_run
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.common.main_grad import MainGradient
 from kernels.common.table_gradient import gradient_of
 from kernels.common.tables import SegmentAccumulate, table_gradient
 from kernels.select import implementation_of
 from megamem.config.model import ModelConfig
+from megamem.parameters.declaration import Copy, mark_copy
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
+from pretrain.engine.tables.bf16_gradients import reduce_scatter
+from pretrain.engine.tables.pipeline_copies import sum_over_stages
 from tests.rotation import in_rotation
 
 MODELS: dict[str, ModelConfig] = {
@@ -172,6 +178,47 @@ def test_sums_that_bf16_can_hold_are_exact_on_every_layout(run_ranks: Any, num_r
 
     for of_rank in run_ranks(main, num_ranks):
         assert all(num and not wrong for num, wrong in of_rank), of_rank
+
+
+# Numbers of four ranks [4, 16], in every order. From 256 on bf16 has even ones alone; sums are 259, a tie, and 2.
+SUMMANDS = torch.tensor(sorted({*permutations((256, 1, 1, 1)), *permutations((256, 1, 1, -256))})).t()
+SUMS_ROUNDED_ONCE = SUMMANDS.sum(0).to(torch.bfloat16).tolist()
+
+
+def test_four_replicas_round_the_sum_once(run_ranks: Any) -> None:
+    """Partial sums in bf16 would lose ones, whichever replica has the large number."""
+
+    def main() -> list[float]:
+        assert dist.group.WORLD is not None
+        # Every replica's share has all sums.
+        gradient = SUMMANDS[dist.get_rank()].to(torch.bfloat16).repeat(4)
+        reduce_scatter(gradient, dist.group.WORLD)
+        share: list[float] = gradient.chunk(4)[dist.get_rank()].tolist()
+        return share
+
+    assert run_ranks(main, 4) == [SUMS_ROUNDED_ONCE] * 4
+
+
+def test_four_stages_round_the_sum_of_their_copies_once(run_ranks: Any) -> None:
+    """The gradients of a bank of which each stage has a copy, and no replicas."""
+
+    def main() -> list[float]:
+        assert dist.group.WORLD is not None
+        stage = dist.get_rank()
+        alone, _ = dist.new_subgroups(group_size=1)
+        table = nn.Parameter(torch.empty(SUMMANDS.shape[1]))
+        mark_copy(table, Copy(stage, 4))
+        gradient = SUMMANDS[stage].to(torch.bfloat16)
+        part = SimpleNamespace(
+            buckets=[SimpleNamespace(params_list=[table], grad_data=gradient)],
+            intra_distributed_optimizer_instance_group=alone,
+        )
+        chunk: Any = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[part])
+        sum_over_stages([chunk], dist.group.WORLD)
+        summed: list[float] = gradient.tolist()
+        return summed
+
+    assert run_ranks(main, 4) == [SUMS_ROUNDED_ONCE] * 4
 
 
 def test_a_resumed_run_rounds_the_same_way(run_ranks: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kernels.implementations import Implementation, unavailable
 from kernels.select import Kernels, select_kernels
-from megamem.backbone.chunked_loss import ChunkedLoss
+from megamem.backbone.chunked_loss import ChunkedLoss, judge
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.recorder import Recorder
 from tests.rotation import in_rotation, named_in_rotation
@@ -201,6 +201,35 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
 
     (gradient,) = run_ranks(main, 1)
     assert gradient.flatten().tolist() == [-2.0, 2.0]
+
+
+def test_two_tensor_ranks_find_the_likeliest_id_of_whole_logits(run_ranks: Any) -> None:
+    """Labels are first and second in turn. Whole numbers, whose logits are exact; some ids of both ranks have equal ones."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randint(-4, 5, (LENGTH, SEQUENCES, WIDTH), generator=generator).float()
+    weight = torch.randint(-4, 5, (IDS, WIDTH), generator=generator).float()
+    weight[IDS // 2 :][:4] = weight[:4]
+    logits = (hidden @ weight.t()).transpose(0, 1)
+    best, ids = logits.topk(2)
+    turn = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH)
+    labels = ids.gather(2, turn.unsqueeze(2) % 2).squeeze(2)
+    asked = turn % 5 != 0
+    is_tie = best[..., 0] == best[..., 1]
+    is_likeliest = asked & (turn % 2 == 0) & ~is_tie
+    # Labels of either rank that are the likeliest, ties, and labels that are not.
+    for of_rank in (labels < IDS // 2, labels >= IDS // 2):
+        assert (is_likeliest & of_rank).any()
+        assert (asked & ~is_likeliest & ~is_tie & of_rank).any()
+    assert (asked & is_tie).any()
+
+    def main() -> Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        of_hidden, of_weight = (x.chunk(2)[group.rank()] for x in (hidden, weight))
+        return judge(of_hidden, of_weight, labels, asked, CHUNKS["a rest"], group)
+
+    for judged in run_ranks(main, 2):
+        assert torch.equal(judged[1], is_likeliest.float())
 
 
 def chunked(config: RunConfig, **axes: Any) -> RunConfig:
