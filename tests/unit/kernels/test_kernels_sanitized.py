@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.costly import COSTLY
+from tests.rotation import in_turn
 
 pytestmark = COSTLY
 
@@ -79,6 +80,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     )
 
 
+@in_turn(0)
 def test_a_planted_defect_is_found(checked: dict[str, str]) -> None:
     finished = run(checked, "-c", WRITES_BESIDE_THE_RESULT)
     assert finished.returncode != 0
