@@ -99,7 +99,7 @@ test-lab:  ## the whole suite of the laboratory
 	@$(INSTALL) $(TEST_EXTRAS)
 	$(PYTEST) -p tests.every_test_collected lab/tests $(SPREAD)
 
-test-more:  ## what make test leaves out: kernels built for every generation of GPUs, a run of stages killed twenty times, lm-eval on an exported model, which the oldest and the newest transformers load, vLLM where make serve-check installed it, the largest models' initial outputs, the C++ kernels under sanitizers, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
+test-more:  ## what make test leaves out, with this week's share likewise (CASES=all takes every one): kernels built for every generation of GPUs, a run of stages killed twenty times, lm-eval on an exported model, which the oldest and the newest transformers load, vLLM where make serve-check installed it, the largest models' initial outputs, the C++ kernels under sanitizers, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
 	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 MEGAMEM_COSTLY=1 MEGAMEM_VLLM_PYTHON=$(wildcard $(abspath $(SERVE_VENV))/bin/python) $(PYTEST) $(SPREAD) -k "costly or builds or deepspeed or mutants or killed or engine or (socket and vllm)" \
 	  tests/integration/test_stages.py tests/unit/kernels/test_kernel_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/unit/kernels/test_kernels_sanitized.py tests/distributed/test_value_offload.py \

@@ -194,7 +194,7 @@ def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, mo
 def test_runs_side_by_side_are_those_of_one_after_the_other(
     compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem, models: list[Path]
 ) -> None:
-    """The same bits, and a page that differs in where the runs are; what is finished is not trained again."""
+    """Bits stay, and the page but for where the runs are; what is finished is not trained again."""
     alone, _ = compared
     result = compare(megamem, models, tmp_path, "--seeds", 1, "--at-once", 2, "--nproc", 1)
     assert "2 of 2 done" in result.output
