@@ -36,7 +36,7 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, saved_config
 from tests.deadline import launch_within
 from tests.pairs import Case, pairwise
-from tests.rotation import in_rotation
+from tests.rotation import in_rotation, in_turn
 from tools.cli import main
 
 T = TypeVar("T")
@@ -202,6 +202,7 @@ def evaluation_words(case: Case, runs: Mapping[str, Path]) -> list[str]:
     ]
 
 
+@in_turn(0)
 def test_options_of_an_evaluation_hold_together(runs: dict[str, Path], corpus: Path) -> None:
     cases = in_rotation(pairwise(EVALUATED, no_evaluation))
     outputs = answers(runs, cases, lambda case: evaluation_words(case, runs))
@@ -441,6 +442,7 @@ def cut_at(text: str, stops: list[str]) -> str:
     return text
 
 
+@in_turn(1)
 def test_options_of_a_text_hold_together(runs: dict[str, Path], tmp_path: Path) -> None:
     every = pairwise(GENERATED, no_text)
     # Some text has to be longer than the model's window, in every share.

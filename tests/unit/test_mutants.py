@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.costly import COSTLY
 from tests.mutants import zygote
 
 CODE = '''\
@@ -80,6 +81,7 @@ def test_a_mistake_keeps_its_name_when_code_moves_and_not_its_place(operators: M
         operators.mutated_source(root, before[0])
 
 
+@COSTLY
 @pytest.mark.parametrize(
     ("source", "tests", "outcome", "by"),
     [

@@ -19,6 +19,7 @@ from tests.unit.kernels.kernel_builds import ALL, BUILT_FOR
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
 )
+IN_TEST_MORE = pytest.mark.skipif(not ALL, reason="costly: `make test-more` runs it")
 REPOSITORY = Path(__file__).parents[3]
 KERNELS = {
     name
@@ -43,6 +44,7 @@ def of(reports: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
     return found
 
 
+@IN_TEST_MORE
 def test_planted_defects_are_found_and_nothing_else(reports: list[dict[str, Any]]) -> None:
     planted = of(reports, "planted")
     assert len(planted) == 9
@@ -53,7 +55,7 @@ def test_planted_defects_are_found_and_nothing_else(reports: list[dict[str, Any]
         assert report["wanted"] or not report["problems"], report
 
 
-@pytest.mark.skipif(not ALL, reason="costly: `make test-more` runs it")
+@IN_TEST_MORE
 def test_every_kernel_keeps_its_limits_where_shipped_layouts_launch_it(reports: list[dict[str, Any]]) -> None:
     shipped = of(reports, "shipped")
     assert {report["launch"].partition("(")[0] for report in shipped} == KERNELS
