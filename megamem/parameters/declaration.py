@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -78,14 +78,14 @@ def declare(
             backbone.
     """
     assert not is_declared(parameter)
-    parameter.hidden_matrices = matrices  # type: ignore[attr-defined]
     set_width(parameter, width)
-    parameter.optimizer_group = group  # type: ignore[attr-defined]
+    marked: Any = parameter
+    marked.hidden_matrices, marked.optimizer_group = matrices, group
     match reduced_over:
         case ReducedOver.TOKENS:
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+            marked.sequence_parallel = True
         case ReducedOver.STAGE:
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            marked.allreduce = False
     # Later versions of the engine than 0.16.1 say it of their own linears, whoever fills them.
     if tensor_dim is not None and not hasattr(parameter, "partition_dim"):
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=tensor_dim, stride=1)
@@ -93,12 +93,13 @@ def declare(
 
 def set_width(parameter: nn.Parameter, width: Width) -> None:
     """Say how a parameter follows the model's width, where its maker does not know of what it is a part."""
-    parameter.follows_width = width  # type: ignore[attr-defined]
+    marked: Any = parameter
+    marked.follows_width = width
 
 
 def width_of(parameter: nn.Parameter) -> Width:
     """The declared way in which a parameter follows the model's width."""
-    width: Width = parameter.follows_width  # type: ignore[attr-defined]
+    width: Width = _mark(parameter, "follows_width")
     return width
 
 
@@ -120,9 +121,9 @@ def mark_copy(parameter: nn.Parameter, copy: Copy) -> None:
     replicas in the same places; and the global norm counts the first copy alone.
     """
     if copy.count > 1:
-        parameter.on_every_stage = True  # type: ignore[attr-defined]
-        parameter.shared_embedding = True  # type: ignore[attr-defined]
-        parameter.shared = copy.index > 0  # type: ignore[attr-defined]
+        marked: Any = parameter
+        marked.on_every_stage = marked.shared_embedding = True
+        marked.shared = copy.index > 0
 
 
 def is_on_every_stage(parameter: nn.Parameter) -> bool:
@@ -137,13 +138,13 @@ def is_declared(parameter: nn.Parameter) -> bool:
 
 def matrices_of(parameter: nn.Parameter) -> Matrices | None:
     """The hidden matrices that a declared parameter consists of; None: it is none."""
-    matrices: Matrices | None = parameter.hidden_matrices  # type: ignore[attr-defined]
+    matrices: Matrices | None = _mark(parameter, "hidden_matrices")
     return matrices
 
 
 def tensor_dim_of(parameter: nn.Parameter) -> int | None:
     """The dimension that tensor-parallel ranks split; None: each of them holds it whole."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    return _mark(parameter, "partition_dim") if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def group_of(name: str, parameter: nn.Parameter) -> GroupName:
@@ -153,5 +154,10 @@ def group_of(name: str, parameter: nn.Parameter) -> GroupName:
             f"no optimizer group is declared for the parameter {name}: whoever creates it calls "
             "megamem.parameters.declaration.declare"
         )
-    group: GroupName = parameter.optimizer_group  # type: ignore[attr-defined]
+    group: GroupName = _mark(parameter, "optimizer_group")
     return group
+
+
+def _mark(parameter: nn.Parameter, name: str) -> Any:
+    """A mark that was set, an attribute like those that Megatron reads."""
+    return getattr(parameter, name)

@@ -42,7 +42,7 @@ from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import has_bf16_gradients
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
-from pretrain.engine.sole_owners import spare_sole_owners
+from pretrain.engine.parts import take_over_parts
 from pretrain.engine.tables.bf16_gradients import add_tables
 from pretrain.engine.tables.gradient_timing import add_after_last_lookup, add_beside_backward, make_gradient_stream
 from pretrain.engine.tables.row_gradients import apart_from_ddp, count_repeats
@@ -240,7 +240,7 @@ def wrap_chunks(
             )
         if has_bf16_gradients(config.optimizer):
             add_tables(wrapped[-1], tables)
-        spare_sole_owners(wrapped[-1])
+        take_over_parts(wrapped[-1])
         if config.parallel.overlap_param_gather:
             wait_before_memories(wrapped[-1], chunk)
         if gradient_stream is None:

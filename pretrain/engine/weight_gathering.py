@@ -27,6 +27,7 @@ from torch import nn
 from megamem.blocks.memory_sites import MemorySite
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
+from pretrain.engine.parts import DdpPart, parts_of
 
 
 def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> None:
@@ -58,7 +59,7 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
 
 
 def _waiting_for(
-    parts: Sequence[Any], of_bank: Sequence[Any] = (), following: Sequence[Any] = ()
+    parts: Sequence[DdpPart], of_bank: Sequence[DdpPart] = (), following: Sequence[DdpPart] = ()
 ) -> Callable[[Any, Any], None]:
     """A hook before a module's forward that waits until these parts have come, and a bank's, and starts those of the
     bank that follows."""
@@ -75,7 +76,7 @@ def _waiting_for(
     return wait
 
 
-def parts_of_banks(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> dict[str, list[Any]]:
+def parts_of_banks(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> dict[str, list[DdpPart]]:
     """The parts of each bank that has some, in the order of use."""
     parts = {name: _parts(wrapped, bank.parameters()) for name, bank in model.banks.items()}
     return {name: of_bank for name, of_bank in parts.items() if of_bank}
@@ -88,7 +89,7 @@ def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter])
             part.finish_param_sync()
 
 
-def _parts(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> list[Any]:
+def _parts(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> list[DdpPart]:
     """The parts that weights come in, each once, in the order of use. Those that are not trained are in none."""
     of_weight = chunk.param_to_bucket_group
     return list(dict.fromkeys(of_weight[parameter] for parameter in parameters if parameter in of_weight))
@@ -117,6 +118,6 @@ def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
     """Have this rank's weights be those of the last update. Collective where gathering is under way."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
-            for part in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for part in parts_of(chunk):
                 if not part.param_gather_dispatched or part.param_gather_handle is not None:
                     part.start_param_sync(force_sync=True)

@@ -19,6 +19,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.engine.build import build_unset_chunks
 from pretrain.engine.microbatch_graph import MicrobatchGraph, microbatch_graph
+from pretrain.engine.parts import parts_of
 from pretrain.engine.session import relaid, session
 from pretrain.engine.tables.gradient_timing import make_gradient_stream
 from pretrain.errors import ConfigError
@@ -78,7 +79,7 @@ def on_rank(config: RunConfig) -> OnRank:
 
 def communicated_beside(run: TinyRun) -> tuple[tuple[int, int], tuple[int, int]]:
     """Take a step; see `OnRank`. The first step of a run finds out which gradients come, and reduces all at its end."""
-    parts = [part for chunk in run.chunks for part in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    parts = [part for chunk in run.chunks for part in parts_of(chunk)]
     when_finished: list[int] = []
 
     def finalise(*arguments: Any, **keywords: Any) -> None:

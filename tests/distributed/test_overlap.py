@@ -25,6 +25,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.placement.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config
+from pretrain.engine.parts import parts_of
 from pretrain.engine.weight_gathering import parts_of_banks, start_gathering
 from tests.distributed.conftest import RunRanks
 from tests.rotation import named_in_rotation
@@ -62,10 +63,6 @@ CASES: dict[str, RunConfig] = {
     ),
 }
 TRIED = named_in_rotation(CASES)
-
-
-def parts_of(chunk: DistributedDataParallel) -> list[Any]:
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def forget_what_others_step(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -157,7 +154,7 @@ def test_weights_of_one_rank_alone_are_in_no_collective(run_ranks: RunRanks, bes
             with tiny_run(config) as run:
                 spared = run.train(STEPS)
             told = list(sizes)
-            with patch("pretrain.engine.build.spare_sole_owners"), tiny_run(config) as run:
+            with patch("pretrain.engine.build.take_over_parts"), tiny_run(config) as run:
                 return told, spared, run.train(STEPS)
 
     for sizes, spared, as_megatron in run_ranks(main, 2):

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from kernels.common.gradient_stream import GradientStream
 from kernels.common.rounding import LEVELS, Rounding
 from megamem.banks.hashing import key_of
+from pretrain.engine.parts import DdpPart, Reduction
 
 # Elements that are in fp32, or on their way to other replicas, at a time.
 _WINDOW_ELEMENTS, _WINDOW_ELEMENTS_ON_CPU = 1 << 25, 1 << 18
@@ -92,15 +92,8 @@ class _Buffer(_ParamAndGradBuffer):
             part.copy_(part.float().mul_(scaling_factor))
 
 
-class Bf16Part(_ParamAndGradBucketGroup):
-    """A part of the tables whose gradients are reduced together.
-
-    Attributes:
-        stream: gradients are added up and reduced there, if it is not the current one.
-    """
-
-    stream: GradientStream | None = None
-    grad_reduce_handle: Any
+class Bf16Part(DdpPart):
+    """A part of the tables whose gradients are reduced together, on the stream that adds them up."""
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """See Megatron's. Collective over the replicas."""
@@ -120,18 +113,6 @@ class Bf16Part(_ParamAndGradBucketGroup):
     def _reduce(self) -> None:
         for bucket in self.buckets:
             reduce_scatter(bucket.grad_data, self.intra_distributed_optimizer_instance_group)
-
-
-class Reduction:
-    """A reduction that the current stream can wait for, if it is on another one."""
-
-    def __init__(self, stream: GradientStream | None) -> None:
-        self._stream = stream
-
-    def wait(self) -> None:
-        """Have the current stream wait."""
-        if self._stream is not None:
-            self._stream.wait()
 
 
 def reduce_scatter(gradient: Tensor, replicas: dist.ProcessGroup) -> None:

@@ -7,9 +7,6 @@ share a table are added up in one.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
@@ -21,7 +18,6 @@ from parallel.groups import ParallelGroups
 from parallel.machine.multiprocessors import context_of_share
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.engine.tables.bf16_gradients import Bf16Part
 from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.errors import ConfigError
 
@@ -61,13 +57,4 @@ def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel,
             if row_gradient_of(table) is None:
                 give_gradient(table, MainGradient(table, stream))
     for part in wrapped.expert_parallel_bucket_groups:
-        if isinstance(part, Bf16Part):
-            part.stream = stream
-            continue
-        # Both ways to a reduction lead through it: the last gradient of a part, and the end of all passes.
-        part.start_grad_sync = partial(_wait_and_start, stream, part.start_grad_sync)
-
-
-def _wait_and_start(stream: GradientStream, start: Any, *arguments: Any, **options: Any) -> None:
-    stream.wait()
-    start(*arguments, **options)
+        part.stream = stream

@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megamem.parameters.declaration import is_on_every_stage
+from pretrain.engine.parts import parts_of
 from pretrain.engine.tables.bf16_gradients import windows
 from pretrain.engine.tables.row_gradients import add_up_rows
 
@@ -53,7 +54,7 @@ def sum_over_stages(chunks: list[DistributedDataParallel], stages: dist.ProcessG
 def _shares(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
     """This rank's share of each such gradient, in the same order on every stage."""
     for chunk in chunks:
-        for reduced_together in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        for reduced_together in parts_of(chunk):
             for bucket in reduced_together.buckets:
                 if any(is_on_every_stage(parameter) for parameter in bucket.params_list):
                     replicas = reduced_together.intra_distributed_optimizer_instance_group

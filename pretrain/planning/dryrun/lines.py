@@ -15,8 +15,8 @@ BACKWARD = "backward of "
 _ROOT = Path(__file__).parents[3]
 # Folders of our code there.
 _OURS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tests", "tools", "lab")
-# Lines of the stand-ins cause nothing themselves.
-_STAND_INS = (__name__.rpartition(".")[0], "parallel.machine.cpu", "lab.stand_in")
+# Lines of the stand-ins, and of what passes calls on to DDP, cause nothing themselves.
+_PASSING_ON = (__name__.rpartition(".")[0], "parallel.machine.cpu", "lab.stand_in", "pretrain.engine.parts")
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +45,7 @@ def calling_line() -> CallSite:
     frame, through = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_STAND_INS):
+        if not name.startswith(_PASSING_ON):
             if path := our_path(frame.f_code.co_filename):
                 return CallSite(f"{path}:{frame.f_lineno}", through)
             if not through and name.partition(".")[0] not in ("torch", "contextlib", "unittest"):
