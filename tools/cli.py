@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
     from parallel.machine.devices import keep_cuda_out_of_this_process
     from parallel.machine.refusals import refusal
     from pretrain.errors import UserError
-    from pretrain.quiet import quiet_engine
+    from tools.common.quiet import quiet_engine
     from tools.common.ranks import end_ranks_that_wait
     from tools.common.words import ending
 

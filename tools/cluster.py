@@ -49,7 +49,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_keys(args: argparse.Namespace) -> int:
     """Prints every key with its type and help."""
-    from pretrain.config.describe import describe_fields
+    from tools.config.describe import describe_fields
 
     for field in describe_fields(ClusterConfig):
         print(f"{field.key} ({field.type}): {' '.join(field.doc.split())}")

@@ -59,7 +59,7 @@ def main(num_ranks: int) -> int:
     """Train on ranks of this machine; 0 if the sanitizer has found nothing."""
     from parallel.machine.devices import keep_cuda_out_of_this_process
     from parallel.processes.launch import launch_ranks
-    from pretrain.quiet import quiet_engine
+    from tools.common.quiet import quiet_engine
 
     quiet_engine()
     # Ranks are forked from this process.

@@ -28,15 +28,6 @@ from pretrain.planning.costs.formulas import (
     training_flops_per_token,
 )
 from pretrain.planning.costs.hardware import FOLDER, Hardware, load_hardware
-from pretrain.planning.costs.layouts import (
-    Estimate,
-    all_estimates,
-    estimate,
-    estimates_of,
-    possible_layouts,
-    recommended,
-    too_large,
-)
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.time_parts import TimePart
@@ -45,6 +36,15 @@ from pretrain.planning.costs.twins import dense_twin
 from tests.rotation import in_rotation, in_turn
 from tools import cli
 from tools.plan.command import with_counts
+from tools.plan.layouts import (
+    Estimate,
+    all_estimates,
+    estimate,
+    estimates_of,
+    possible_layouts,
+    recommended,
+    too_large,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"

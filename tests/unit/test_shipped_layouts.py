@@ -11,10 +11,10 @@ import pytest
 from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
 from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
 from tests.rotation import in_turn
+from tools.plan.layouts import all_estimates, estimate, recommended
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = sorted((REPOSITORY / "configs" / "h100").glob("*.yaml"))

@@ -9,13 +9,13 @@ from dataclasses import MISSING
 from typing import Any
 
 from megamem.config.base import Config, field_specs
-from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.sized import FOLLOWING_KEYS, SIZE_HELP
 from pretrain.config.source import SIZE_KEY, dump_inline, dump_yaml
 from pretrain.config.stages import StageEntry
+from tools.config.describe import FieldDoc, describe_fields
 
 _WIDTH = 100
 

@@ -31,10 +31,10 @@ from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
-from pretrain.planning.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.progress import Progress
 from tools.common.parsers import add_command, add_config, add_stage
 from tools.common.vocabulary import with_vocabulary_of_data
+from tools.plan.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from tools.plan.report import as_json, details, table
 
 _EPILOG = """\

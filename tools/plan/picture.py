@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.layouts import Estimate
 from pretrain.planning.costs.memory_parts import MemoryPart
 from pretrain.planning.costs.time_parts import TimePart
 from tools.common.drawing import svg
+from tools.plan.layouts import Estimate
 
 
 def save_picture(best: Estimate, hardware: Hardware, path: Path) -> None:

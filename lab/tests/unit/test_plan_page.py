@@ -20,7 +20,7 @@ from lab.maintenance.plan_page import (
 )
 from pretrain.config.stages import load_config
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.layouts import all_estimates, recommended
+from tools.plan.layouts import all_estimates, recommended
 
 REPOSITORY = Path(__file__).parents[3]
 MODEL_FOLDER = REPOSITORY / "configs" / "ultramemv2"

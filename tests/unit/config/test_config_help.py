@@ -6,9 +6,9 @@ from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Literal
 
 from megamem.config.base import Config, EffectiveWhen
-from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.keys import all_keys, nearest_keys
 from pretrain.config.schema import RunConfig
+from tools.config.describe import FieldDoc, describe_fields
 
 
 @dataclass(frozen=True)

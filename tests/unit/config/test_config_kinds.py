@@ -14,13 +14,13 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.config.describe import describe_fields
 from pretrain.config.keys import all_keys
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from tests.plain_config import parse_config
+from tools.config.describe import describe_fields
 
 # All keys that one configuration of all kinds had, at their defaults.
 FLAT: dict[str, Any] = {

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from megamem.config.base import Config, field_specs
-from pretrain.config.describe import describe_fields
 from pretrain.config.keys import variants_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tests.plain_config import parse_config
+from tools.config.describe import describe_fields
 
 TINY = 5e-324
 """The smallest float above 0."""

@@ -10,11 +10,11 @@ import pytest
 from pydantic import PositiveInt
 
 from megamem.config.base import Config
-from pretrain.config.describe import describe_fields
 from pretrain.config.keys import KINDS, all_keys
 from pretrain.config.loader import to_dict
 from pretrain.errors import ConfigError
 from tests.plain_config import parse_config
+from tools.config.describe import describe_fields
 
 
 @dataclass(frozen=True)

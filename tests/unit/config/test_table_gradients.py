@@ -17,8 +17,8 @@ from pretrain.config.table_gradients import MOST_READS, chosen
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.layouts import all_estimates, estimate
 from tools import cli
+from tools.plan.layouts import all_estimates, estimate
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"

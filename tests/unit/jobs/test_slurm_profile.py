@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pretrain.config.describe import describe_fields
 from pretrain.errors import ConfigError
 from slurm.profile import ClusterConfig, find_profile, load_profile
+from tools.config.describe import describe_fields
 
 GOOD = {"ranks_per_node": 2, "shared_paths": ["/shared"], "runs_path": "/shared/runs"}
 
