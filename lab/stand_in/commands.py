@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lab.stand_in.budgets import CommandTraffic, Unit
 from lab.stand_in.host_traffic import HostTraffic
+from lab.stand_in.order import Race
 from lab.stand_in.order_watch import OrderWatch
 from parallel.groups import ParallelSizes
 from pretrain.checkpoint import loading
@@ -37,7 +38,6 @@ from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.gpu_work import GpuWork
-from pretrain.planning.dryrun.order import Race
 from pretrain.planning.dryrun.rank import DryRank, batch_of
 from pretrain.planning.dryrun.world import fake_rank, without_data
 from pretrain.state import RunState

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from pretrain.planning.dryrun.accesses import is_non_blocking, tensors_in
-from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, becomes_pinned, is_on_device
+from lab.stand_in.copies import becomes_pinned, is_non_blocking
+from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, is_on_device
 from pretrain.planning.dryrun.lines import CallSite, calling_line
+from pretrain.planning.dryrun.operations import tensors_in
 
 
 class Traffic(StrEnum):

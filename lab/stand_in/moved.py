@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.common.device_bytes import SECTOR_BYTES, SORTED_IN_PLACE, radix_sort_bytes
-from pretrain.planning.dryrun.accesses import ROOM, accesses
+from lab.stand_in.accesses import accesses
+from lab.stand_in.lines import BACKWARD, Lines
 from pretrain.planning.dryrun.gpu import is_on_device
-from pretrain.planning.dryrun.lines import BACKWARD, CallSite, Lines
+from pretrain.planning.dryrun.lines import CallSite
+from pretrain.planning.dryrun.operations import ROOM
 
 _aten = torch.ops.aten
 

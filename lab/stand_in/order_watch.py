@@ -20,10 +20,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.planning.dryrun.accesses import ROOM, accesses, has_bytes, is_non_blocking, storage_of, tensors_in
-from pretrain.planning.dryrun.gpu import StandInGpu, becomes_pinned, is_on_device
-from pretrain.planning.dryrun.lines import CallSite, Lines
-from pretrain.planning.dryrun.order import HOST, Allocation, Clock, Race
+from lab.stand_in.accesses import accesses, has_bytes, storage_of
+from lab.stand_in.copies import becomes_pinned, is_non_blocking
+from lab.stand_in.lines import Lines
+from lab.stand_in.order import Allocation, Race, StreamOrder
+from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
+from pretrain.planning.dryrun.lines import CallSite
+from pretrain.planning.dryrun.operations import ROOM, tensors_in
+from pretrain.planning.dryrun.streams import HOST, Clock
 
 _aten = torch.ops.aten
 _Part = tuple[Allocation, int, int]
@@ -35,7 +39,7 @@ class OrderWatch(TorchDispatchMode):
     def __init__(self, gpu: StandInGpu) -> None:
         """Watch this GPU; within its stand-in."""
         super().__init__()
-        self._gpu, self._streams, self._order = gpu, gpu.streams, gpu.streams.order
+        self._gpu, self._streams, self._order = gpu, gpu.streams, StreamOrder()
         self._blocks: dict[int, Allocation] = {}
         # Those that nobody has waited for.
         self._works: set[_Work] = set()
@@ -54,6 +58,7 @@ class OrderWatch(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resize()))
             stack.enter_context(patch("torch.distributed.batch_isend_irecv", self._batching(dist.batch_isend_irecv)))
+            stack.enter_context(patch.object(streams, "order", self._order))
             stack.enter_context(patch.object(gpu, "on_announced", self._then(gpu.on_announced, self._announce)))
             stack.enter_context(patch.object(gpu, "on_read", self._then(gpu.on_read, self._host_waits)))
             stack.enter_context(

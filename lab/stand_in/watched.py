@@ -10,10 +10,10 @@ from lab.stand_in import commands
 from lab.stand_in.budgets import CommandTraffic
 from lab.stand_in.host_traffic import HostTraffic
 from lab.stand_in.moved import MovedBytes
+from lab.stand_in.order import Race
 from lab.stand_in.order_watch import OrderWatch
 from pretrain.config.schema import RunConfig
 from pretrain.planning.dryrun.gpu import StandInGpu
-from pretrain.planning.dryrun.order import Race
 from pretrain.planning.dryrun.rank import DryRank, RankReport, built_rank
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
-from pretrain.planning.dryrun.accesses import tensors_in
 from pretrain.planning.dryrun.lines import CallSite, calling_line
+from pretrain.planning.dryrun.operations import tensors_in
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
 
 _NOWHERE = CallSite("nowhere")

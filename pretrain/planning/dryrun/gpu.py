@@ -50,12 +50,6 @@ def is_on_device(tensor: Tensor) -> bool:
     return bool(device.type == DEVICE.type)
 
 
-def becomes_pinned(copy: Any, *, non_blocking: bool, to_host: bool) -> bool:
-    """True of a copy to the host whose memory PyTorch makes page-locked, and leaves to the stream: `x.to("cpu",
-    non_blocking=True)` (aten/src/ATen/native/TensorConversions.cpp, 2.11 to 2.13)."""
-    return copy is torch.ops.aten._to_copy.default and non_blocking and to_host
-
-
 class StandInGpu:
     """Answers to what a process asks of CUDA, for one device.
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
-
-BACKWARD = "backward of "
-"""Begins a place that is named for the line of a forward operation."""
 
 _ROOT = Path(__file__).parents[3]
 # Folders of our code there.
@@ -65,22 +60,3 @@ def our_path(file: str) -> str | None:
         return None
     path = path.relative_to(_ROOT)
     return path.as_posix() if path.parts[0] in _OURS else None
-
-
-class Lines:
-    """Lines that ask for operations; in a backward pass with those of the forward operations."""
-
-    def __init__(self) -> None:
-        self._of_nodes: dict[int, CallSite] = {}
-
-    def line(self) -> CallSite:
-        """The line that asks now; to be called for every operation."""
-        line = calling_line()
-        node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            forward = self._of_nodes.get(node._sequence_nr())
-            return line if forward is None else replace(line, through=f"{BACKWARD}{forward.line}")
-        if torch.is_grad_enabled():
-            # A node has its number before its operation runs.
-            self._of_nodes[torch._C._autograd._get_sequence_nr() - 1] = line
-        return line

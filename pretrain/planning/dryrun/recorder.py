@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.planning.dryrun.accesses import ROOM, tensors_in
 from pretrain.planning.dryrun.collectives import CallReader, Collective
 from pretrain.planning.dryrun.gpu import StandInGpu, is_on_device
+from pretrain.planning.dryrun.operations import ROOM, tensors_in
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
 from pretrain.planning.dryrun.pools import StreamPools
 

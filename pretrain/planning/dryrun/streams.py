@@ -15,25 +15,47 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from pretrain.planning.dryrun.order import HOST, Clock, StreamOrder
+Clock: TypeAlias = dict[str, int]
+"""Progress of each stream and the host, as far as somebody knows it."""
+HOST = "the host"
 
 _engine = Variable._execution_engine
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+class Order:
+    """Order of actors, which are streams and the host, by their waits for each other. Nothing is kept of it: pools of
+    memory need to know only which stream is current.
+    """
+
+    def clock(self, actor: str) -> Clock:
+        """A copy of what an actor knows now: for an event, which keeps it."""
+        return {}
+
+    def wait(self, actor: str, known: Clock) -> None:
+        """Have an actor go on only after all that is known."""
+
+    def wait_for(self, actor: str, other: str) -> None:
+        """Have an actor go on only after all that another was asked for so far."""
+
+    def actors(self) -> tuple[str, ...]:
+        """All streams that were heard of, and the host."""
+        return ()
+
+
 class Streams:
     """A device's streams, of one process.
 
     Attributes:
-        order: order of what they are asked for.
+        order: told of all waits.
         on_handed_over: called with each gradient that passes to a node on another stream, and that stream's name.
     """
 
@@ -42,7 +64,7 @@ class Streams:
         Args:
             on_wait: called with the name of each call by which the host waits for a stream or an event.
         """
-        self.order = StreamOrder()
+        self.order = Order()
         self.on_wait = on_wait
         self.on_handed_over: Callable[[Tensor, str], None] = lambda gradient, stream: None
         self._names = (f"stream {number}" for number in count(1))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from lab.stand_in.order import Allocation, Race, StreamOrder
 from pretrain.planning.dryrun.lines import CallSite
-from pretrain.planning.dryrun.order import HOST, Allocation, Race, StreamOrder
+from pretrain.planning.dryrun.streams import HOST
 
 MAIN, SIDE, COPIES = "stream 0", "stream 1", "stream 2"
 

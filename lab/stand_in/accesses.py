@@ -9,24 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
-ROOM = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
-"""Operations that make room and write nothing."""
+from pretrain.planning.dryrun.operations import tensors_in
+
 # They look at the shape of their argument alone.
 _LIKE = re.compile(r"aten::(new_.*|.*_like)$")
 # A view, of which the schema does not say so.
 _VIEW = "aten::_unsafe_view"
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of an operation's arguments or results, in their order: PyTorch's schemas nest sequences alone, which
-    take a tenth of the time of its trees.
-    """
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    return []
 
 
 def has_bytes(value: Any) -> bool:
@@ -37,12 +25,6 @@ def has_bytes(value: Any) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """A storage's number: two tensors of one have the same."""
     return tensor.untyped_storage()._cdata
-
-
-def is_non_blocking(copy: Any, args: Any, kwargs: Any) -> bool:
-    """True of a copy that its caller does not wait for."""
-    position = 2 if copy is _aten.copy_.default else len(args)
-    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
 
 
 def accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor]]:

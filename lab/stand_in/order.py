@@ -16,13 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
 
 from pretrain.planning.dryrun.lines import CallSite
-
-Clock: TypeAlias = dict[str, int]
-"""Progress of each actor, as far as somebody knows it."""
-HOST = "the host"
+from pretrain.planning.dryrun.streams import HOST, Clock, Order
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class Allocation:
     """By range of bytes, the last write and each actor's last read since."""
 
 
-class StreamOrder:
+class StreamOrder(Order):
     """Clocks of all actors, and what they have accessed.
 
     Attributes:
