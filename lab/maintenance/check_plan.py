@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.maintenance.sent import stages_sent
 from megamem import start
 from megamem.config.model import ModelConfig
 from megamem.parameters.trained_part import ALL
@@ -26,7 +27,6 @@ from pretrain.config.stages import load_stages
 from pretrain.config.updates import keeps_rows
 from pretrain.config.validate import validate
 from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.sent import stages_sent
 from tools import cli
 from tools.common.vocabulary import with_vocabulary
 from tools.common.words import plural

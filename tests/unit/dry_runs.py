@@ -1,4 +1,5 @@
-"""Runs that are dry-run, as `test_dryrun.py` holds them to formulas and to real ranks, and the reports of their ranks."""
+"""Runs that are dry-run, and the reports of their ranks, which `test_dryrun.py` holds to formulas and to real ranks, and the
+laboratory's `test_agreement.py` to all that plans predict."""
 
 from __future__ import annotations
 
@@ -233,6 +234,19 @@ PARTLY_IN_FILES = replace(
         second_memory=replace(IN_FILES.model.memory, placement=PlacementConfig(blocks=(0, 2))),
     ),
 )
+FILED = {
+    name: replace(
+        whole,
+        parallel=replace(whole.parallel, memory=32 // num_replicas),
+        optimizer=replace(whole.optimizer, tables_every=every),
+    )
+    for name, whole, num_replicas, every in (
+        ("one family", IN_FILES, 1, 1),
+        ("replicas", IN_FILES, 4, 1),
+        ("replicas, every third step", IN_FILES, 4, 3),
+        ("one of two families", PARTLY_IN_FILES, 1, 1),
+    )
+}
 # A bank whose gradients are rows, with a copy on both stages, of which one has one reader and the other two.
 COPIES_OF_ROWS = replace(
     SPLIT,

@@ -21,7 +21,7 @@ from pretrain.config.updates import keeps_files, keeps_rows
 from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
 
 _SUM = 4
-_COUNT = _SCORE = 4
+_COUNT = 4
 WINDOW_ELEMENTS = 1 << 25
 """Elements of sums of all replicas that are there at a time (`pretrain.engine.tables.replica_rows`)."""
 _PLACES = 8 + 8
@@ -83,15 +83,6 @@ def fetched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
         if lies_in_files(config, memory := family.memory)
         for rows in _most_rows_of_banks(config, stage, steps, family, division.table_replicas, known=True)
     )
-
-
-def ids_ahead_bytes(config: RunConfig, division: Division) -> float:
-    """Bytes that a rank sends per step so that all of its stage know the next one's tokens, where tables lie in files: ids and
-    positions, in 4 bytes each, of its share of the samples."""
-    if not has_files(config):
-        return 0.0
-    size, train = division.stage_ranks, config.train
-    return (size - 1) * -(-train.global_batch_size // size) * train.sequence_length * 2 * 4
 
 
 def most_rows(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -158,21 +149,13 @@ def replica_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     if not has_read_rows(config):
         return 0.0
     largest = max((bank.num_rows for bank in stage.trained_banks), default=0) / config.parallel.memory_rows
-    per_row = bytes_per_id(int(largest) + 1) + _COUNT * _chooses_by_step(config)
+    per_row = bytes_per_id(int(largest) + 1) + _COUNT * chooses_by_step(config)
     numbers = per_row * most_rows(config, stage, division)
     return (division.table_replicas - 1) * (numbers + _SUM * read_elements(config, stage, division))
 
 
-def ranked_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes that a rank sends so that the ranks that have parts of a table's rows rank them together: scores of rows."""
-    layout = config.parallel
-    if layout.memory_rows == 1 or not has_read_rows(config) or not _chooses_by_step(config):
-        return 0.0
-    of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
-    return (layout.memory - 1) * _SCORE * sum(rows for _, rows in of_all)
-
-
-def _chooses_by_step(config: RunConfig) -> bool:
+def chooses_by_step(config: RunConfig) -> bool:
+    """True if a step chooses the rows that are trained (`optimizer.trained_rows`)."""
     rows = config.optimizer.trained_rows
     return rows is not None and rows.chooses_by_step
 

@@ -1,99 +1,16 @@
-"""Bytes that a rank of every stage sends in one optimizer step, by the axis of the group, in closed formulas.
+"""Bytes that a rank of a stage sends for tensor parallelism, and of hidden matrices that Muon updates, in closed formulas.
 
-`megamem dryrun` counts the same at the calls themselves. Sums over a group are counted as rings send them.
-
-Legend: B bytes of a microbatch's hidden states on this rank, m microbatches, TP tensor-parallel ranks.
+Legend: B bytes of a microbatch's hidden states on this rank, TP tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megamem.token_tables.config import ValuesConfig
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import GRADIENT_BYTES, MUON, ROW_WISE, matrix_update, table_gradient_bytes, table_update
-from pretrain.planning.costs.experts import dispatched_bytes
+from pretrain.config.updates import MUON, matrix_update
 from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.residual_streams import state_bytes
-from pretrain.planning.costs.row_bytes import (
-    has_read_rows,
-    ids_ahead_bytes,
-    most_rows_of_families,
-    ranked_bytes,
-    replica_bytes,
-)
-from pretrain.planning.costs.traffic import context_bytes, copies_bytes, follows_heads, halo_bytes, lookup_bytes
-from pretrain.planning.costs.weights import reduced_tables, trained_dense
-
-_ROW_SUM = 4
-
-
-@dataclass(frozen=True)
-class StageSent:
-    """Bytes that one rank of a stage sends per step.
-
-    Attributes:
-        memory: bytes of lookups, of the next step's ids for tables in files, and of tokens that go to experts.
-        context: bytes of attention across cut sequences, and of what else looks back across their cuts.
-        tensor: bytes of tensor parallelism in forward and backward, and of what looks back across its cuts.
-        halo: bytes of what looks back across the cuts of both.
-        messages: hidden states, or streams with what travels with them, and their gradients, to neighbouring stages.
-        tables: reductions of gradients and gathers of weights, of tables and experts, rows that replicas have read, and sums
-            per row over columns.
-        dense: reductions of gradients and gathers of weights, of all else.
-        matrices: pieces of hidden matrices that Muon updates, on the average over the ranks of the stage.
-        copies: sums over the stages of banks that each holds a copy of.
-    """
-
-    memory: float
-    context: float
-    tensor: float
-    messages: float
-    tables: float
-    dense: float
-    matrices: float
-    copies: float
-    halo: float
-
-
-def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
-    """Bytes that a rank of every stage sends per step, first stage to last."""
-    division = Division.of(config, num_ranks)
-    return tuple(_sent(config, stage, division) for stage in stages_of(config))
-
-
-def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
-    layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
-    message = division.rank_tokens * state_bytes(config.model, element)
-    # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
-    crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
-    width = GRADIENT_BYTES + element
-    saved = (GRADIENT_BYTES - table_gradient_bytes(config.optimizer)) * stage.trained.table_elements / layout.memory
-
-    # The group in which hidden states look back: that of the one axis that cuts sequences, or that of both.
-    halo = halo_bytes(config, stage)
-    along = "tensor" if layout.context == 1 else "context" if layout.tensor == 1 else "halo"
-
-    def ring(num_bytes: float, size: int) -> float:
-        return num_bytes * (size - 1) / size
-
-    return StageSent(
-        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
-        + ids_ahead_bytes(config, division)
-        + ranked_bytes(config, stage, division),
-        context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
-        tensor=m * (tensor_bytes(config, stage, division) + halo.hidden * (along == "tensor"))
-        + _tensor_sums(config, stage, division),
-        halo=m * halo.hidden * (along == "halo"),
-        messages=m * crossings * message,
-        tables=ring(width * reduced_tables(config, stage) - saved, division.table_replicas)
-        + replica_bytes(config, stage, division)
-        + _row_sums(config, stage, division),
-        dense=ring(width * trained_dense(config, stage), division.replicas * layout.context),
-        matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
-        copies=copies_bytes(config, stage, division),
-    )
+from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage
+from pretrain.planning.costs.traffic import follows_heads
 
 
 def pieces_of_matrices(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -115,25 +32,6 @@ def pieces_of_experts(config: RunConfig, stage: Stage, division: Division) -> fl
         return 0.0
     size, experts = division.table_replicas, num_elements(stage.trained.matrices.experts) / config.parallel.memory
     return 2 * (size - 1) / size**2 * experts * config.train.element_bytes
-
-
-def _row_sums(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of the sums per row that ranks with other columns of the same rows add up, for the rows that each owns.
-
-    Without those that replicas send each other where a range ends within a row: one number per replica.
-    """
-    columns = config.parallel.memory_columns
-    if table_update(config.optimizer) is not ROW_WISE:
-        return 0.0
-    if has_read_rows(config):
-        # Each replica updates the rows of all.
-        of_all = most_rows_of_families(config, stage, division, num_replicas=division.table_replicas)
-        rows = sum(len(memory.tables) * rows for memory, rows in of_all)
-    else:
-        of_banks = sum(len(bank.memory.tables) * bank.num_rows for bank in stage.trained_banks)
-        rows = of_banks / config.parallel.memory_rows / division.table_replicas
-    sums = _ROW_SUM * rows
-    return 2 * (columns - 1) / columns * sums
 
 
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -217,11 +115,3 @@ def _mixed_values(config: RunConfig, stage: Stage) -> float:
             passes = len(family.lookups) + (2 if config.train.recompute == "full" else 1) * len(family.backward_lookups)
             elements += passes * (of_layer / parts + memory.handed_to_tokens * max(1, model.query_groups / tensor))
     return elements
-
-
-def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token and loss."""
-    size = config.parallel.tensor
-    num_losses = stage.has_loss * (1 + stage.branch_blocks)
-    of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches * num_losses
-    return 2 * (size - 1) / size * (GRADIENT_BYTES * stage.trained.whole + of_loss)

@@ -151,14 +151,9 @@ def follows_heads(config: RunConfig, memory: MemoryConfig) -> bool:
     return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
-def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
-    """Bytes that a rank of a stage sends for all lookups of a microbatch: forward, forward again where blocks are
-    recomputed, and backward."""
-    return sum(way.total for way in lookup_bytes_of_ways(config, stage, division))
-
-
 def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[WayBytes, WayBytes]:
-    """Bytes that a rank of a stage sends for all lookups of a microbatch: of all forward passes, and of backward.
+    """Bytes that a rank of a stage sends for all lookups of a microbatch: of all forward passes, those of blocks that are
+    recomputed too, and of backward.
 
     A read before the blocks is not recomputed.
     """
@@ -192,7 +187,9 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
     Stages with more memory layers than others send more: this is their mean.
     """
     division = Division.of(config, num_ranks)
-    per_microbatch = sum(lookup_bytes(config, stage, division) for stage in stages_of(config))
+    per_microbatch = sum(
+        way.total for stage in stages_of(config) for way in lookup_bytes_of_ways(config, stage, division)
+    )
     return division.num_microbatches * per_microbatch // config.parallel.pipeline
 
 
