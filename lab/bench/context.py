@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lab.bench.memory_in_use import begin_peak, peak_bytes
+from lab.bench.sent import attention_bytes
 from lab.bench.synthetic_run import SyntheticRun
 from parallel.groups import ParallelGroups
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import relaid, session
-from pretrain.planning.costs.traffic import attention_bytes
 
 _HEADER = ("tokens", "context", "attention", "tokens/s", "peak MB", "kept MB", "sent MB")
 

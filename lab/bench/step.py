@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from lab.bench.part_costs import Cost, Part, part_costs
 from lab.bench.step_profile import StepPhase, StepTimes, measure_turns, turns
 from lab.bench.timeline import RangeTimes
 from parallel.groups import ParallelGroups
@@ -16,7 +17,6 @@ from pretrain.engine.session import session
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.part_costs import Cost, Part, part_costs
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import StepTime, step_time
 from pretrain.planning.costs.twins import dense_twin, experts_twin

@@ -24,6 +24,7 @@ from kernels.common.main_grad import MainGradient
 from kernels.common.table_gradient import gradient_of
 from kernels.select import Kernels, assemble
 from lab.bench.device_activity import DeviceActivity, device_activity
+from lab.bench.part_costs import Part
 from lab.bench.synthetic_run import SyntheticRun
 from lab.bench.timeline import RangeTimes, Timeline
 from megamem.banks.bank import Bank
@@ -37,7 +38,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.chunks import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.session import relaid
-from pretrain.planning.costs.part_costs import Part
 
 
 class StepPhase(StrEnum):

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
+from lab.bench.sent import attention_bytes, exchanged_bytes
 from lab.bench.step_profile import StepTimes, measure_turns, turns
 from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 
 
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:

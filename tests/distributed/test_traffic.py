@@ -31,9 +31,9 @@ from pretrain.engine.tables.pipeline_copies import sum_over_stages
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.traffic import (
     LookupTraffic,
-    attention_bytes,
+    context_bytes,
     copies_bytes,
-    exchanged_bytes,
+    lookup_bytes_of_ways,
     lookup_traffic,
 )
 from tests.rotation import in_rotation
@@ -217,7 +217,9 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
 
     for totals in run_ranks(main, 2):
         for config, total in zip(configs, totals, strict=True):
-            assert total == exchanged_bytes(config, 2) > 0
+            (stage,), division = stages_of(config), Division.of(config, 2)
+            ways = lookup_bytes_of_ways(config, stage, division)
+            assert total == division.num_microbatches * sum(way.total for way in ways) > 0
 
 
 def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> None:
@@ -254,5 +256,5 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
 
     for totals in run_ranks(main, 4):
         for config, total in zip(configs, totals, strict=True):
-            assert total == attention_bytes(config, 4)
-            assert total > 0
+            (stage,) = stages_of(config)
+            assert total == Division.of(config, 4).num_microbatches * context_bytes(config, stage) > 0

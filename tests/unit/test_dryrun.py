@@ -31,7 +31,7 @@ from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.row_bytes import fetched_bytes
-from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
+from pretrain.planning.costs.traffic import context_bytes, lookup_bytes_of_ways
 from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
 from tests.rotation import in_turn
@@ -171,9 +171,9 @@ def test_what_is_not_trained_is_held_without_gradients_and_state(
 
 def test_attention_sends_what_the_formula_says(reports: dict[str, list[Any]]) -> None:
     for way, config in CUT.items():
-        for report in reports[way]:
+        for report, stage in zip(reports[way], stages_of(config), strict=True):
             sent = sum(c.sent_bytes for c in report.collectives if c.axis == "context")
-            assert sent == attention_bytes(config, WORLD) > 0, way
+            assert sent == report.num_microbatches * context_bytes(config, stage) > 0, way
 
 
 def test_stages_hold_the_model(reports: dict[str, list[Any]]) -> None:
@@ -186,8 +186,10 @@ def test_stages_hold_the_model(reports: dict[str, list[Any]]) -> None:
 
 
 def test_exchanged_bytes_are_those_of_the_formula(reports: dict[str, list[Any]]) -> None:
-    for report in reports["split"]:
-        assert sum(c.sent_bytes for c in report.collectives if c.axis == "memory") == exchanged_bytes(LONGER, WORLD)
+    for report, stage in zip(reports["split"], stages_of(LONGER), strict=True):
+        sent = sum(c.sent_bytes for c in report.collectives if c.axis == "memory")
+        ways = lookup_bytes_of_ways(LONGER, stage, Division.of(LONGER, WORLD))
+        assert sent == report.num_microbatches * sum(way.total for way in ways) > 0
 
 
 def test_weights_gradients_and_optimizer_state_are_what_is_held(reports: dict[str, list[Any]]) -> None:

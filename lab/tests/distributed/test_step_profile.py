@@ -17,6 +17,7 @@ from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.bench import step_profile
+from lab.bench.part_costs import Part, part_costs
 from lab.bench.step_profile import StepPhase, measure_steps, profiled_steps
 from lab.bench.timeline import Range, RangeTimes, Timeline
 from megamem.config.model import ModelConfig, MoEConfig
@@ -26,7 +27,6 @@ from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.config.schema import RunConfig
 from pretrain.engine.chunks import unwrap
-from pretrain.planning.costs.part_costs import Part, part_costs
 
 NUM_STEPS = 2
 

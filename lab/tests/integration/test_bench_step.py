@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
-from pretrain.planning.costs.part_costs import Part
+from lab.bench.part_costs import Part
 
 QUICK = ("--rounds", 1, "--steps", 1)
 

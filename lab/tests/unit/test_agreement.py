@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lab.bench.sent import attention_bytes, exchanged_bytes
 from lab.maintenance.agreement import figures
 from lab.maintenance.sent import ids_ahead_bytes, stages_sent
 from megamem.families.move.config import MoveConfig
@@ -21,6 +22,7 @@ from tests.rotation import in_rotation, named_in_rotation
 from tests.unit.dry_runs import (
     CONFIGS,
     COPIES_OF_ROWS,
+    CUT,
     FILED,
     LONGER,
     MEMORY,
@@ -144,6 +146,16 @@ def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[
         assert ("sent: context" in found) == (config.parallel.context > 1)
         assert ("host memory" in found) == (config.optimizer.value_offload == "cpu")
         assert [figure for figure in found.values() if not figure.agrees] == []
+
+
+def test_benchmarks_print_what_ranks_send(reports: dict[str, list[Any]]) -> None:
+    """Stages send as much as each other."""
+    for name, axis, predicted in (
+        ("split", "memory", exchanged_bytes(LONGER, WORLD)),
+        *((way, "context", attention_bytes(config, WORLD)) for way, config in CUT.items()),
+    ):
+        for report in reports[name]:
+            assert sum(call.sent_bytes for call in report.collectives if call.axis == axis) == predicted > 0, name
 
 
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:

@@ -19,9 +19,9 @@ from megamem.placement.sharing import SharingConfig
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.planning.costs.launches import LAUNCHES_ADDITION, launches_of
-from pretrain.planning.costs.part_costs import table_step_bytes
 from pretrain.planning.costs.pipeline_stages import stages_of
 from pretrain.planning.costs.row_bytes import scaled_bytes
+from pretrain.planning.costs.update_seconds import table_step_bytes
 from tests.deadline import launch_within
 
 UPDATES = ("pretrain/engine/tables/row_wise.py", "kernels/row_squares/", "kernels/row_update/")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.bench.device_activity import DeviceActivity, Work
+from lab.bench.part_costs import Part, part_costs
 from lab.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
 from lab.bench.step_profile import StepTimes, turns
 from lab.bench.timeline import Range, RangeTimes
@@ -19,7 +20,6 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.part_costs import Part, part_costs
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import step_time
 from tools.cli import build_parser

@@ -16,7 +16,7 @@ from parallel.layout import coefficients_per_rank, columns_meet_first, halo_toke
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES
-from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage, stages_of
+from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
 from pretrain.planning.costs.row_bytes import copied_elements_read, has_read_rows
 
 
@@ -181,18 +181,6 @@ def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) ->
     return forward, backward
 
 
-def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step for lookups in tables that are split, and for their gradients.
-
-    Stages with more memory layers than others send more: this is their mean.
-    """
-    division = Division.of(config, num_ranks)
-    per_microbatch = sum(
-        way.total for stage in stages_of(config) for way in lookup_bytes_of_ways(config, stage, division)
-    )
-    return division.num_microbatches * per_microbatch // config.parallel.pipeline
-
-
 def copies_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes that a rank sends per optimizer step to add up the stages' gradients of the banks that each has a copy of.
 
@@ -274,12 +262,3 @@ def _halo_bytes(config: RunConfig, stage: Stage, family: FamilyInStage, *, busie
         * config.model.hidden_size
         * train.element_bytes,
     )
-
-
-def attention_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step for attention across cut sequences.
-
-    Stages with more layers than others send more: this is their mean.
-    """
-    per_microbatch = sum(context_bytes(config, stage) for stage in stages_of(config))
-    return Division.of(config, num_ranks).num_microbatches * per_microbatch // config.parallel.pipeline

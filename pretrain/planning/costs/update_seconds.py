@@ -13,7 +13,6 @@ from pretrain.config.updates import (
     table_update,
 )
 from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.part_costs import table_step_bytes
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.row_bytes import has_read_rows, replica_bytes, updated_elements
@@ -21,6 +20,11 @@ from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense, trained_tables
+
+_ADAM_BYTES = 28
+"""AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
+_PER_UPDATED_ROW = 190
+"""Updates by row: what the operations move that make a row's factor. The dry run of a GPU counts the same."""
 
 
 def seconds_after_backward(
@@ -70,6 +74,20 @@ def seconds_after_backward(
             copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
             parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
     return parts
+
+
+def table_step_bytes(config: RunConfig) -> float:
+    """Bytes that an update of tables moves per element, on the device."""
+    train = config.train
+    if table_update(config.optimizer) is ROW_WISE:
+        banks = [(bank.num_rows, config.model.family_of_bank(bank.index)) for bank in config.model.memory_plan.banks]
+        num_rows = sum(rows * len(memory.tables) for rows, memory in banks) * config.parallel.memory_columns
+        num_elements = sum(rows * memory.row_width for rows, memory in banks)
+        # The gradient is read for the sums of squares and again, with the weights, which are written: as if all rows were.
+        of_element = 2 * table_gradient_bytes(config.optimizer) + 2 * train.element_bytes
+        return of_element + _PER_UPDATED_ROW * num_rows / max(1, num_elements)
+    # Next to fp32 main weights there are those of the model in bf16.
+    return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 
 
 def _orthogonalisation_s(

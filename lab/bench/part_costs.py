@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lab.bench.sent import exchanged_bytes
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ROW_WISE, table_gradient_bytes, table_update
+from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs
-from pretrain.planning.costs.traffic import exchanged_bytes
+from pretrain.planning.costs.update_seconds import table_step_bytes
 
 
 class Part(StrEnum):
@@ -35,12 +36,6 @@ class Part(StrEnum):
     TABLE_STEP = "optimizer step of tables"
 
 
-_ADAM_BYTES = 28
-"""AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
-_PER_UPDATED_ROW = 190
-"""Updates by row: what the operations move that make a row's factor. The dry run of a GPU counts the same."""
-
-
 @dataclass(frozen=True)
 class Cost:
     """Cost of a part, for one rank and step.
@@ -52,20 +47,6 @@ class Cost:
 
     flops: float | None = None
     num_bytes: float | None = None
-
-
-def table_step_bytes(config: RunConfig) -> float:
-    """Bytes that an update of tables moves per element, on the device."""
-    train = config.train
-    if table_update(config.optimizer) is ROW_WISE:
-        banks = [(bank.num_rows, config.model.family_of_bank(bank.index)) for bank in config.model.memory_plan.banks]
-        num_rows = sum(rows * len(memory.tables) for rows, memory in banks) * config.parallel.memory_columns
-        num_elements = sum(rows * memory.row_width for rows, memory in banks)
-        # The gradient is read for the sums of squares and again, with the weights, which are written: as if all rows were.
-        of_element = 2 * table_gradient_bytes(config.optimizer) + 2 * train.element_bytes
-        return of_element + _PER_UPDATED_ROW * num_rows / max(1, num_elements)
-    # Next to fp32 main weights there are those of the model in bf16.
-    return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 
 
 def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:

@@ -1,0 +1,28 @@
+"""Bytes that a rank sends per optimizer step, by closed formulas, as the mean over pipeline stages."""
+
+from __future__ import annotations
+
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.pipeline_stages import Division, stages_of
+from pretrain.planning.costs.traffic import context_bytes, lookup_bytes_of_ways
+
+
+def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step for lookups in tables that are split, and for their gradients.
+
+    Stages with more memory layers than others send more: this is their mean.
+    """
+    division = Division.of(config, num_ranks)
+    per_microbatch = sum(
+        way.total for stage in stages_of(config) for way in lookup_bytes_of_ways(config, stage, division)
+    )
+    return division.num_microbatches * per_microbatch // config.parallel.pipeline
+
+
+def attention_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step for attention across cut sequences.
+
+    Stages with more layers than others send more: this is their mean.
+    """
+    per_microbatch = sum(context_bytes(config, stage) for stage in stages_of(config))
+    return Division.of(config, num_ranks).num_microbatches * per_microbatch // config.parallel.pipeline
