@@ -11,15 +11,16 @@ import torch
 from lab.bench.part_costs import Cost, Part, part_costs
 from lab.bench.step_profile import StepPhase, StepTimes, measure_turns, turns
 from lab.bench.timeline import RangeTimes
+from lab.experts_twin import experts_twin
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.dense_twin import dense_twin
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import StepTime, step_time
-from pretrain.planning.costs.twins import dense_twin, experts_twin
 
 _PEAKS = (
     ("H100 PCIe", 756.0),

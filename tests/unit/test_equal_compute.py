@@ -16,10 +16,8 @@ from pretrain.planning.costs.equal_compute import (
     active_measure,
     core_measure,
     flops_measure,
-    solve_experts,
     solve_ffn_width,
 )
-from pretrain.planning.costs.formulas import count_parameters
 from tools import cli
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=512, vocab_size=384)
@@ -79,37 +77,6 @@ def test_more_keys_leave_less_feed_forward() -> None:
 def test_what_has_no_answer_says_so(model: ModelConfig, target: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solve_ffn_width(model, MEASURES["flops"], target)
-
-
-def test_a_mixture_of_experts_is_its_own_equal() -> None:
-    moe = MoEConfig(num_experts=24, top_k=8, expert_ffn_hidden_size=40)
-    counts = count_parameters(replace(MODEL, moe=moe))
-    solved = solve_experts(MODEL, active=counts.active, total=counts.total)
-    assert (solved.moe, solved.active_residual, solved.total_residual) == (moe, 0.0, 0.0)
-
-
-def test_no_other_experts_come_nearer() -> None:
-    counts = count_parameters(replace(MODEL, memory=replace(MEMORY, num_keys=64)))
-    solved = solve_experts(MODEL, active=counts.active, total=counts.total, top_k=4, count_multiple=2)
-    moe = solved.moe
-
-    def misses(**changed: int) -> tuple[float, float]:
-        found = count_parameters(replace(MODEL, moe=replace(moe, **changed)))
-        return abs(found.active - counts.active), abs(found.total - counts.total)
-
-    assert moe.num_experts % 2 == moe.expert_ffn_hidden_size % 8 == 0
-    for step in (-8, 8):
-        assert misses()[0] <= misses(expert_ffn_hidden_size=moe.expert_ffn_hidden_size + step)[0]
-    for step in (-2, 2):
-        assert misses()[1] <= misses(num_experts=moe.num_experts + step)[1]
-    assert solved.active_residual == pytest.approx(count_parameters(replace(MODEL, moe=moe)).active / counts.active - 1)
-
-
-@pytest.mark.parametrize(("active", "total"), [(0.2, 0.3), (1.0, 0.8)])
-def test_a_model_that_no_experts_equal_is_refused(active: float, total: float) -> None:
-    counts = count_parameters(MODEL)
-    with pytest.raises(ValueError, match="no mixture of experts has"):
-        solve_experts(MODEL, active=active * counts.active, total=total * counts.active)
 
 
 @pytest.fixture

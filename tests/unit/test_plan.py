@@ -21,6 +21,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.activations import in_flight
 from pretrain.planning.costs.checkpoints import checkpoint_costs
+from pretrain.planning.costs.dense_twin import dense_twin
 from pretrain.planning.costs.formulas import (
     count_parameters,
     forward_flops_per_token,
@@ -32,7 +33,6 @@ from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.pipeline_stages import Division
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import step_time
-from pretrain.planning.costs.twins import dense_twin
 from tests.rotation import in_rotation, in_turn
 from tools import cli
 from tools.plan.command import with_counts

@@ -7,12 +7,12 @@ from typing import Any
 
 from pretrain.config.schema import TrainConfig
 from pretrain.config.source import dump_inline
+from pretrain.planning.costs.dense_twin import dense_twin
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.timing import assumptions
-from pretrain.planning.costs.twins import dense_twin
 from tools.plan.layouts import Estimate, all_estimates, estimate, recommended
 
 _HEAD = (

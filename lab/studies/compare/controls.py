@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from lab.experts_twin import ExpertsTwin, experts_twin
 from lab.studies.compare.addresses import Addresses
 from lab.studies.compare.runs import RunResult
 from megamem.config.memory import Control
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.equal_compute import total_measure
-from pretrain.planning.costs.twins import DenseTwin, ExpertsTwin, dense_twin, experts_twin
+from pretrain.planning.costs.dense_twin import DenseTwin, dense_twin
+from pretrain.planning.costs.formulas import count_parameters
 from tools.parameter_table import markdown_table
 
 _OTHER_ROWS = ("one_row", "random_rows", "others_rows")
@@ -91,7 +92,7 @@ def controls_of(config: RunConfig, vocab_size: int, names: Collection[str] = tup
     sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
     twins: dict[str, Callable[[], DenseTwin | ExpertsTwin | None]] = {
         "equal_flops": lambda: dense_twin(sized),
-        "equal_parameters": lambda: dense_twin(sized, total_measure),
+        "equal_parameters": lambda: dense_twin(sized, lambda model: count_parameters(model).total),
         "experts": lambda: experts_twin(sized, width_multiple=1),
     }
     for name, make_twin in twins.items():

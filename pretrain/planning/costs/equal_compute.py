@@ -1,4 +1,4 @@
-"""The feed-forward width, or the experts, at which a model costs what another one costs.
+"""The feed-forward width at which a model costs what another one costs.
 
 Every measure here is affine in the width, so that two evaluations give the answer in closed form.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megamem.config.model import ModelConfig, MoEConfig
+from megamem.config.model import ModelConfig
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 Measure = Callable[[ModelConfig], float]
@@ -48,11 +48,6 @@ def active_measure(model: ModelConfig) -> float:
     return count_parameters(model).active
 
 
-def total_measure(model: ModelConfig) -> float:
-    """All parameters."""
-    return count_parameters(model).total
-
-
 def core_measure(model: ModelConfig) -> float:
     """Parameters that one token uses, without embeddings and values: how UltraMemV2's Table 10 counts its 1B models."""
     return count_parameters(model).core
@@ -84,71 +79,3 @@ def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, mult
             "no width makes them equal; use fewer keys, a smaller model.memory.key_dim or a smaller sharing.group"
         )
     return FfnWidth(width, exact, measure(replace(model, ffn_hidden_size=width)), target)
-
-
-@dataclass(frozen=True)
-class EqualExperts:
-    """A mixture of experts and how far it misses its targets.
-
-    Attributes:
-        moe: the mixture.
-        active_residual: share of the target by which its active parameters lie above it.
-        total_residual: share of the target by which all its parameters lie above it.
-    """
-
-    moe: MoEConfig
-    active_residual: float
-    total_residual: float
-
-
-def solve_experts(
-    model: ModelConfig,
-    *,
-    active: float,
-    total: float,
-    top_k: int = 8,
-    width_multiple: int = 8,
-    count_multiple: int = 1,
-) -> EqualExperts:
-    """Experts whose width meets the `active` parameters and whose number meets all, with `top_k` used by a token.
-
-    The defaults of `MoEConfig` are OLMoE's, as the papers compare with; so is the number of experts per token.
-
-    Args:
-        model: its memory and its dense feed-forward do not matter.
-        active: parameters that one token is to use.
-        total: parameters of the model.
-        top_k: experts per token.
-        width_multiple: the inner width of an expert is a multiple of this.
-        count_multiple: the number of experts is a multiple of this: the ranks that share them.
-
-    Raises:
-        ValueError: fewer than `top_k` experts would be left, or experts without any width.
-    """
-
-    def counts(num_experts: int, width: int) -> tuple[int, int]:
-        moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_ffn_hidden_size=width)
-        result = count_parameters(replace(model, memory=None, moe=moe))
-        return result.active, result.total
-
-    num_experts, width = top_k, width_multiple
-    # Each depends on the other through the router alone, a row of weights per expert.
-    for _ in range(3):
-        slope = counts(num_experts, 2)[0] - counts(num_experts, 1)[0]
-        exact_width = 1 + (active - counts(num_experts, 1)[0]) / slope
-        width = max(width_multiple, math.floor(exact_width / width_multiple + 0.5) * width_multiple)
-        slope = counts(top_k + 1, width)[1] - counts(top_k, width)[1]
-        exact_number = top_k + (total - counts(top_k, width)[1]) / slope
-        num_experts = math.floor(exact_number / count_multiple + 0.5) * count_multiple
-        if num_experts < top_k or exact_width < width_multiple / 2:
-            raise ValueError(
-                f"no mixture of experts has {active:,.0f} active of {total:,.0f} parameters with {top_k} experts per "
-                f"token: it would be {exact_number:.1f} experts of width {exact_width:.1f}; a memory of more rows, "
-                "or a wider model, has one"
-            )
-    found = counts(num_experts, width)
-    return EqualExperts(
-        MoEConfig(num_experts=num_experts, top_k=top_k, expert_ffn_hidden_size=width),
-        found[0] / active - 1,
-        found[1] / total - 1,
-    )
