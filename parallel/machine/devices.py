@@ -48,19 +48,6 @@ def hide_gpus() -> None:
     os.environ[_VISIBLE] = ""
 
 
-def show_gpus(first: int, number: int) -> None:
-    """Hide the visible GPUs but so many from the first on, counted round. Before this process uses one.
-
-    As many as are visible leave all, and so do more.
-    """
-    num_visible = num_visible_gpus()
-    if number >= num_visible:
-        return
-    visible = os.environ.get(_VISIBLE)
-    names = visible.split(",") if visible is not None else [str(index) for index in range(num_visible)]
-    os.environ[_VISIBLE] = ",".join(names[(first + index) % num_visible] for index in range(number))
-
-
 def keep_cuda_out_of_this_process() -> None:
     """Let this process be asked for GPUs without starting CUDA, because it forks ranks, and forks cannot start it again.
 

@@ -127,11 +127,6 @@ def _cut_from(item: Region, shards: Iterable[tuple[Region, Tensor]]) -> Tensor:
     raise AssertionError(f"{item} is no part of what this rank holds")
 
 
-def num_bytes(data: Mapping[Region, Tensor]) -> int:
-    """Bytes of all items."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in data.values())
-
-
 def with_storage_of_its_own(tensor: Tensor) -> Tensor:
     """A tensor's elements on the CPU, as a whole storage: `torch.save` writes whole storages. CPU memory is shared."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

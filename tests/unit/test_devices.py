@@ -19,7 +19,6 @@ from parallel.machine.devices import (
     gpu_of,
     keep_cuda_out_of_this_process,
     num_visible_gpus,
-    show_gpus,
     smallest_gpu_bytes,
     unseen_gpus,
     why_gpus_are_unusable,
@@ -301,29 +300,3 @@ def test_a_gpu_that_cannot_be_shared_out_is_an_error(monkeypatch: pytest.MonkeyP
         ValueError, match=r"gradient_sm_share is 0\.5, .*only supported on CUDA 12\.8\+!\): use a build"
     ):
         context_of_share(torch.device("cuda", 0), 0.5)
-
-
-@pytest.mark.parametrize(
-    ("visible", "first", "number", "shown"),
-    [
-        ("0,1,2,3", 0, 1, "0"),
-        ("0,1,2,3", 2, 2, "2,3"),
-        ("4,5,6", 2, 2, "6,4"),
-        ("4,5,6", 7, 1, "5"),
-        ("4,5,6", 1, 3, "4,5,6"),
-        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
-    ],
-)
-def test_gpus_are_shown_in_turn(
-    monkeypatch: pytest.MonkeyPatch, visible: str, first: int, number: int, shown: str
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    show_gpus(first, number)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
-
-
-def test_gpus_of_a_machine_are_shown_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices_module, "_num_gpus", lambda: 4)
-    show_gpus(3, 2)
-    assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "3,0"

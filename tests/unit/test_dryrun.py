@@ -32,7 +32,7 @@ from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageB
 from pretrain.planning.costs.pipeline_stages import Division, stages_of
 from pretrain.planning.costs.row_bytes import fetched_bytes
 from pretrain.planning.costs.traffic import context_bytes, lookup_bytes_of_ways
-from pretrain.planning.dryrun.parts import named_modules, part_of_module
+from pretrain.planning.dryrun.parts import BY_MODULE, part_of_module
 from tests.deadline import launch_within
 from tests.rotation import in_turn
 from tests.unit.dry_runs import (
@@ -285,7 +285,7 @@ def test_what_a_dry_run_cannot_follow_is_refused() -> None:
 
 def test_every_module_that_decides_a_part_is_there() -> None:
     """A module that was moved would put its bytes under OTHER."""
-    assert [name for name in named_modules() if find_spec(name) is None] == []
+    assert [name for name, _ in BY_MODULE if find_spec(name) is None] == []
     assert part_of_module("megamem.layers.layer") is MemoryPart.MEMORY
     assert part_of_module("megamem.model") is MemoryPart.LOSS
     assert part_of_module("megamem.model_layer") is None

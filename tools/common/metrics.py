@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -87,8 +87,3 @@ def means(points: Sequence[Point], group: Callable[[float], float] = lambda toke
     for point in points:
         groups.setdefault(group(point[0]), []).append(point)
     return tuple((fmean(x for x, _ in held), fmean(y for _, y in held)) for _, held in sorted(groups.items()))
-
-
-def last_values(of_blocks: dict[int, tuple[Point, ...]]) -> Iterator[float]:
-    """Per block, the newest value."""
-    return (points[-1][1] for points in of_blocks.values())

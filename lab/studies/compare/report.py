@@ -14,7 +14,7 @@ from lab.studies.compare.tuning import Trial, Tuning
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_inline
 from tools.common.drawing import NUM_BINS, draw_losses, token_axes
-from tools.common.metrics import last_values
+from tools.common.metrics import Point
 from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:
@@ -48,8 +48,13 @@ def _cells(model: ModelFigures, reference: ModelFigures, runs: Sequence[RunResul
     if not runs:
         yield from ("not run",) * 2
         return
-    yield _by_layer([list(last_values(run.curves.coverage)) for run in runs], "{:.0%}")
-    yield _by_layer([list(last_values(run.curves.kl_to_uniform)) for run in runs], "{:.1f}")
+    yield _by_layer([_last_values(run.curves.coverage) for run in runs], "{:.0%}")
+    yield _by_layer([_last_values(run.curves.kl_to_uniform) for run in runs], "{:.1f}")
+
+
+def _last_values(of_blocks: Mapping[int, Sequence[Point]]) -> list[float]:
+    """Per block, the newest value."""
+    return [points[-1][1] for points in of_blocks.values()]
 
 
 def reached(runs: Sequence[RunResult]) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lab.studies.compare.runs import RunStopped, time_left
-from parallel.machine.devices import num_visible_gpus, show_gpus
+from parallel.machine.devices import num_visible_gpus
 from parallel.processes.log_tail import log_tail
 from parallel.processes.parent_death import signal_on_parent_death
 from parallel.processes.stop_signals import STOP_SIGNALS
@@ -101,6 +101,19 @@ def core_shares(number: int) -> list[set[int]]:
     if number >= len(cores):
         return [{cores[place % len(cores)]} for place in range(number)]
     return [set(cores[place * len(cores) // number : (place + 1) * len(cores) // number]) for place in range(number)]
+
+
+def show_gpus(first: int, number: int) -> None:
+    """Hide the visible GPUs but so many from the first on, counted round. Before this process uses one.
+
+    As many as are visible leave all, and so do more.
+    """
+    num_visible = num_visible_gpus()
+    if number >= num_visible:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible is not None else [str(index) for index in range(num_visible)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[(first + index) % num_visible] for index in range(number))
 
 
 @contextmanager

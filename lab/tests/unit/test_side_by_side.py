@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lab.studies.compare.runs import RunStopped
-from lab.studies.compare.side_by_side import Job, core_shares, run_side_by_side
+from lab.studies.compare.side_by_side import Job, core_shares, run_side_by_side, show_gpus
 from pretrain.errors import DataError
 
 PATIENCE_S = 60.0
@@ -45,6 +45,32 @@ def wait_for(path: Path) -> None:
 def test_shares_of_cores_are_even(monkeypatch: pytest.MonkeyPatch, number: int, shares: list[set[int]]) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 5, 6})
     assert core_shares(number) == shares
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "number", "shown"),
+    [
+        ("0,1,2,3", 0, 1, "0"),
+        ("0,1,2,3", 2, 2, "2,3"),
+        ("4,5,6", 2, 2, "6,4"),
+        ("4,5,6", 7, 1, "5"),
+        ("4,5,6", 1, 3, "4,5,6"),
+        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
+    ],
+)
+def test_gpus_are_shown_in_turn(
+    monkeypatch: pytest.MonkeyPatch, visible: str, first: int, number: int, shown: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    show_gpus(first, number)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
+
+
+def test_gpus_of_a_machine_are_shown_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("parallel.machine.devices._num_gpus", lambda: 4)
+    show_gpus(3, 2)
+    assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "3,0"
 
 
 def test_as_many_run_at_once_as_may(

@@ -7,9 +7,7 @@ from types import CodeType
 
 from pretrain.planning.costs.memory_parts import MemoryPart
 
-# Modules, and packages with all that is in them; the first that matches. Linears and norms are called from everywhere:
-# their callers decide.
-_BY_MODULE = (
+BY_MODULE = (
     ("pretrain.engine.tables.value_offload", MemoryPart.HOST),
     ("pretrain.planning.dryrun.no_files", MemoryPart.FILES),
     ("pretrain.planning.dryrun.tables", MemoryPart.MEMORY),
@@ -45,6 +43,8 @@ _BY_MODULE = (
     # The engine of autograd alone: custom functions and checkpoints pass through the other modules of the package.
     ("torch.autograd.graph", MemoryPart.BACKWARD),
 )
+"""Modules, and packages with all that is in them; the first that matches. Linears and norms are called from everywhere:
+their callers decide. One that does not exist would put its bytes under OTHER in silence."""
 # Not its package: see above.
 _AUTOGRAD = "torch.autograd"
 _known: dict[CodeType, MemoryPart | None] = {}
@@ -67,9 +67,4 @@ def part_of_module(name: str) -> MemoryPart | None:
     """The part that a module's lines belong to; None: their callers decide."""
     if name == _AUTOGRAD:
         return MemoryPart.BACKWARD
-    return next((part for named, part in _BY_MODULE if name == named or name.startswith(f"{named}.")), None)
-
-
-def named_modules() -> tuple[str, ...]:
-    """Modules and packages whose lines decide. One that does not exist would put its bytes under OTHER in silence."""
-    return tuple(named for named, _ in _BY_MODULE)
+    return next((part for named, part in BY_MODULE if name == named or name.startswith(f"{named}.")), None)
