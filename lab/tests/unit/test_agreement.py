@@ -133,7 +133,7 @@ def test_tables_in_files_take_what_plans_count_and_little_less(name: str) -> Non
         assert ids_ahead_bytes(config, Division.of(config, WORLD)) == 31 * 2 * 512 * 8
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_rotation([*CONFIGS], parts=2))
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
     config = CONFIGS[name]
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
