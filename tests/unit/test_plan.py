@@ -210,6 +210,9 @@ def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     assert best.fits(H100)
     assert replace(written, parallel=config.parallel, train=config.train, optimizer=config.optimizer) == config
     assert f"{best.time.total_s:.2f}" in out
+    saved = checkpoint_costs(written, 8, H100)
+    assert f"A checkpoint of {saved.num_bytes / 1e9:,.1f} GB, at 2 GB/s per node (s):" in out
+    assert f"until it is written {saved.save_s:.1f}" in " ".join(out.split())
     assert "What the memory costs most" in out
     assert re.search(r"A dense model of equal FLOPs \(ffn_hidden_size [\d,]+\): [\d.]+ s per step", out)
     assert "table gradients" in picture.read_text(encoding="utf-8")
@@ -242,6 +245,10 @@ def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[st
     assert [each["step_s"] for each in found[:3]] == sorted(each["step_s"] for each in found[:3])
     assert all(each["fits"] and sum(each["time_s"].values()) == pytest.approx(each["step_s"]) for each in found)
     assert all(len(each["memory_costs"]) == 3 for each in found)
+    # One node, at 2 GB/s.
+    num_bytes = pytest.approx(12 * count_parameters(load_config(SMALL).model).total)
+    assert all(each["checkpoint"]["num_bytes"] == num_bytes for each in found)
+    assert all(each["checkpoint"]["save_s"] == each["checkpoint"]["num_bytes"] / 2e9 for each in found)
 
 
 @pytest.fixture(scope="module")

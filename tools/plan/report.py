@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pretrain.config.schema import TrainConfig
 from pretrain.config.source import dump_inline
+from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.dense_twin import dense_twin
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.launches import launches_of
@@ -73,7 +75,7 @@ def _kept_streams(train: TrainConfig) -> str:
 
 
 def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
-    """Memory, traffic and step time of the recommended layout, by part."""
+    """Memory, traffic, step time and checkpoints of the recommended layout, by part."""
     stage = best.stages[best.fullest_stage]
     division = Division.of(best.config, num_gpus)
     yield ""
@@ -110,6 +112,15 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
             yield f"  {time_part.value:52}{seconds:>9.3f}"
     yield f"  {'in all':52}{best.time.total_s:>9.3f}"
     yield "  " + launches_text(best)
+    saved = checkpoint_costs(best.config, num_gpus, hardware)
+    yield ""
+    yield f"A checkpoint of {saved.num_bytes / 1e9:,.1f} GB, at {hardware.storage_gb_per_s:g} GB/s per node (s):"
+    for what, seconds in (
+        ("until it is written", saved.save_s),
+        ("of that, no step is taken", saved.stall_s),
+        ("from a job's start to its first step", saved.restart_s),
+    ):
+        yield f"  {what:52}{seconds:>9.1f}"
     yield ""
     yield "Taken for granted:"
     for sentence in _assumed(best, hardware):
@@ -183,6 +194,7 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
         "tokens_per_s": time.tokens_per_s,
         "mfu": time.mfu,
         "days": each.days,
+        "checkpoint": asdict(checkpoint_costs(each.config, num_gpus, hardware)),
         "memory_costs": [
             {"part": part.value, "seconds": seconds, "remedy": remedy} for part, seconds, remedy in time.memory_costs
         ],
