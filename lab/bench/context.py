@@ -10,8 +10,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from lab.bench.mean_traffic import attention_bytes
 from lab.bench.memory_in_use import begin_peak, peak_bytes
-from lab.bench.sent import attention_bytes
 from lab.bench.synthetic_run import SyntheticRun
 from parallel.groups import ParallelGroups
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lab.bench.sent import exchanged_bytes
+from lab.bench.mean_traffic import exchanged_bytes
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import table_gradient_bytes
 from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs

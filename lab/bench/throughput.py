@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
-from lab.bench.sent import attention_bytes, exchanged_bytes
+from lab.bench.mean_traffic import attention_bytes, exchanged_bytes
 from lab.bench.step_profile import StepTimes, measure_turns, turns
 from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lab.maintenance.sent import StageSent
+from lab.maintenance.stage_sent import StageSent
 from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
 from pretrain.planning.dryrun.rank import RankReport
 

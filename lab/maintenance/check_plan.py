@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.maintenance.sent import stages_sent
+from lab.maintenance.stage_sent import stages_sent
 from megamem import start
 from megamem.config.model import ModelConfig
 from megamem.parameters.trained_part import ALL

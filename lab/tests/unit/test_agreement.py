@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lab.bench.sent import attention_bytes, exchanged_bytes
+from lab.bench.mean_traffic import attention_bytes, exchanged_bytes
 from lab.maintenance.agreement import figures
-from lab.maintenance.sent import ids_ahead_bytes, stages_sent
+from lab.maintenance.stage_sent import ids_ahead_bytes, stages_sent
 from megamem.families.move.config import MoveConfig
 from pretrain.config.optimizer import OptimizerConfig, TrainedRowsConfig
 from pretrain.planning.costs.memory import stage_bytes

@@ -14,7 +14,7 @@ from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage
 from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK, state_bytes
 from pretrain.planning.costs.row_seconds import row_seconds
-from pretrain.planning.costs.sent import tensor_bytes
+from pretrain.planning.costs.tensor_traffic import tensor_bytes
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.traffic import context_bytes, halo_bytes
 from pretrain.planning.costs.weights import trained_dense

@@ -13,10 +13,10 @@ from pretrain.config.updates import (
     table_update,
 )
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.pipeline_stages import Division, Stage
 from pretrain.planning.costs.reductions import Weights, exposed, ring_s
 from pretrain.planning.costs.row_bytes import has_read_rows, replica_bytes, updated_elements
-from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices
 from pretrain.planning.costs.time_parts import TimePart
 from pretrain.planning.costs.traffic import copies_bytes
 from pretrain.planning.costs.weights import reduced_tables, trained_dense, trained_tables
@@ -82,10 +82,10 @@ def table_step_bytes(config: RunConfig) -> float:
     if table_update(config.optimizer) is ROW_WISE:
         banks = [(bank.num_rows, config.model.family_of_bank(bank.index)) for bank in config.model.memory_plan.banks]
         num_rows = sum(rows * len(memory.tables) for rows, memory in banks) * config.parallel.memory_columns
-        num_elements = sum(rows * memory.row_width for rows, memory in banks)
+        elements = sum(rows * memory.row_width for rows, memory in banks)
         # The gradient is read for the sums of squares and again, with the weights, which are written: as if all rows were.
         of_element = 2 * table_gradient_bytes(config.optimizer) + 2 * train.element_bytes
-        return of_element + _PER_UPDATED_ROW * num_rows / max(1, num_elements)
+        return of_element + _PER_UPDATED_ROW * num_rows / max(1, elements)
     # Next to fp32 main weights there are those of the model in bf16.
     return _ADAM_BYTES + (train.element_bytes if train.precision == "bf16" else 0)
 
@@ -112,3 +112,24 @@ def _orthogonalisation_s(
     products = max([sum(flops) / num_workers, *flops]) / hardware.flops_per_s
     in_node = num_workers <= hardware.gpus_per_node
     return products + sent / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
+
+
+def pieces_of_matrices(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of pieces of hidden matrices, experts' left out, that a rank sends to others where Muon updates them.
+
+    Each element goes to the rank that works on its matrix, and its update to the owner: on every tensor-parallel rank,
+    of matrices that all of them hold.
+    """
+    if matrix_update(config.optimizer) is not MUON:
+        return 0.0
+    size, matrices = division.replicas * config.parallel.context * config.parallel.tensor, stage.trained.matrices
+    elements = 2 * num_elements(matrices.split) + (1 + config.parallel.tensor) * num_elements(matrices.whole)
+    return (size - 1) / size**2 * elements * config.train.element_bytes
+
+
+def pieces_of_experts(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of pieces of experts' matrices that a rank sends where Muon updates them, to ranks with the same ones."""
+    if matrix_update(config.optimizer) is not MUON:
+        return 0.0
+    size, experts = division.table_replicas, num_elements(stage.trained.matrices.experts) / config.parallel.memory
+    return 2 * (size - 1) / size**2 * experts * config.train.element_bytes

@@ -21,8 +21,9 @@ from pretrain.planning.costs.row_bytes import (
     most_rows_of_families,
     replica_bytes,
 )
-from pretrain.planning.costs.sent import pieces_of_experts, pieces_of_matrices, tensor_bytes
+from pretrain.planning.costs.tensor_traffic import tensor_bytes
 from pretrain.planning.costs.traffic import context_bytes, copies_bytes, halo_bytes, lookup_bytes_of_ways
+from pretrain.planning.costs.update_seconds import pieces_of_experts, pieces_of_matrices
 from pretrain.planning.costs.weights import reduced_tables, trained_dense
 
 _ROW_SUM = _SCORE = 4

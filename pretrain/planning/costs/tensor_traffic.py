@@ -1,4 +1,4 @@
-"""Bytes that a rank of a stage sends for tensor parallelism, and of hidden matrices that Muon updates, in closed formulas.
+"""Bytes that a rank of a stage sends for tensor parallelism, in closed formulas.
 
 Legend: B bytes of a microbatch's hidden states on this rank, TP tensor-parallel ranks.
 """
@@ -7,31 +7,8 @@ from __future__ import annotations
 
 from megamem.token_tables.config import ValuesConfig
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import MUON, matrix_update
-from pretrain.planning.costs.matrices import num_elements
 from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage
 from pretrain.planning.costs.traffic import follows_heads
-
-
-def pieces_of_matrices(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of pieces of hidden matrices, experts' left out, that a rank sends to others where Muon updates them.
-
-    Each element goes to the rank that works on its matrix, and its update to the owner: on every tensor-parallel rank,
-    of matrices that all of them hold.
-    """
-    if matrix_update(config.optimizer) is not MUON:
-        return 0.0
-    size, matrices = division.replicas * config.parallel.context * config.parallel.tensor, stage.trained.matrices
-    elements = 2 * num_elements(matrices.split) + (1 + config.parallel.tensor) * num_elements(matrices.whole)
-    return (size - 1) / size**2 * elements * config.train.element_bytes
-
-
-def pieces_of_experts(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of pieces of experts' matrices that a rank sends where Muon updates them, to ranks with the same ones."""
-    if matrix_update(config.optimizer) is not MUON:
-        return 0.0
-    size, experts = division.table_replicas, num_elements(stage.trained.matrices.experts) / config.parallel.memory
-    return 2 * (size - 1) / size**2 * experts * config.train.element_bytes
 
 
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
