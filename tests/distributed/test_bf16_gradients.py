@@ -4,7 +4,7 @@ sums, and right in the mean where it cannot; of every family, on every axis; and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, build, joined, on, tiny_run
 from torch import Tensor, nn
 
 from kernels.common.main_grad import MainGradient
+from kernels.common.rounding import LEVELS
 from kernels.common.table_gradient import gradient_of
 from kernels.common.tables import SegmentAccumulate, table_gradient
 from kernels.select import implementation_of
@@ -27,7 +28,7 @@ from megamem.config.model import ModelConfig
 from megamem.parameters.declaration import Copy, mark_copy
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.engine.tables.bf16_gradients import reduce_scatter
+from pretrain.engine.tables.bf16_gradients import TableRoundings, reduce_scatter
 from pretrain.engine.tables.pipeline_copies import sum_over_stages
 from tests.rotation import in_rotation
 
@@ -71,6 +72,23 @@ def config_of(
 ) -> RunConfig:
     config = of_model(model, "dense", precision)
     return replace(config, optimizer=replace(config.optimizer, table_gradient_dtype=dtype, clip_grad=0.0))
+
+
+def test_lookups_of_a_step_are_rounded_by_numbers_of_their_own() -> None:
+    """Again with the next update, and the same ones where a step is taken again."""
+    roundings = TableRoundings(seed=3, name="banks.0.values", first=(0, 4), owner=[0, 1])
+
+    def keys_of_step() -> list[int]:
+        roundings.begin_step()
+        return [roundings.next().key for _ in range(3)]
+
+    first, again = keys_of_step(), keys_of_step()
+    roundings.num_updates += 1
+    following = keys_of_step()
+    assert first == again
+    assert len({*first, *following}) == 6
+    # A rounding may use the numbers behind its key, too.
+    assert min(abs(a - b) for a, b in pairwise(sorted({*first, *following}))) >= LEVELS
 
 
 @dataclass(frozen=True)

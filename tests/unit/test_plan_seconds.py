@@ -11,9 +11,10 @@ import pytest
 
 from kernels.common.tiles import accumulate_instructions
 from lab.maintenance.check_plan import shipped_models
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
-from pretrain.config.updates import keeps_rows, table_gradient_bytes
+from pretrain.config.updates import keeps_rows, orthogonalisation_flops, table_gradient_bytes
 from pretrain.planning.costs.exchange_seconds import beside_backward
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
@@ -373,6 +374,13 @@ def test_products_run_beside_gradients_on_the_rest_of_the_gpu(
     assert (found.gradients, found.exchange) == pytest.approx((exposed, left))
     apart = beside_backward(large("parallel.overlap_memory=false"), gradients, products, exchange, hardware)
     assert (apart.gradients, apart.exchange) == (gradients, exchange)
+
+
+def test_a_matrix_is_orthogonalised_by_three_products_per_step() -> None:
+    """Of m rows and n columns, m <= n: X X^T, its square, and what both multiply X by, 2 m^2 n + 2 m^3 + 2 m^2 n."""
+    per_step = 2 * (9 * 5) + 2 * 27 + 2 * (9 * 5)
+    for shape in ((3, 5), (5, 3)):
+        assert orthogonalisation_flops([shape], OptimizerConfig(matrices="muon", muon_ns_steps=7)) == [7 * per_step]
 
 
 def test_what_hides_makes_the_bubble_smaller_too() -> None:

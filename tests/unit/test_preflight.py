@@ -19,6 +19,7 @@ from pretrain.config.loader import to_dict
 from pretrain.config.stages import load_config
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.planning.costs.formulas import count_parameters
 from pretrain.run.folder import RunFolder
 from tools import cli
 
@@ -92,6 +93,20 @@ def test_what_cannot_run_is_told(
 ) -> None:
     assert check(config_file, *(word.replace("FILE", str(config_file)) for word in words)) == code
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_dense_model_needs_at_least_is_counted(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two replicas of weights and gradients, 4 bytes each, and 8 bytes of moments once: main weights are the fp32 weights."""
+    keys = ("model.memory=null", "model.vocab_size=257", "--ranks", 2)
+    num_weights = count_parameters(load_config(config_file, ["model.memory=null", "model.vocab_size=257"]).model).total
+    needed = num_weights * (2 * (4 + 4) + 8)
+    monkeypatch.setattr(preflight_module, "machine_memory_bytes", lambda: needed)
+    assert check(config_file, *keys) == 0
+    monkeypatch.setattr(preflight_module, "machine_memory_bytes", lambda: needed - 1)
+    assert check(config_file, *keys) == 2
+    assert f"the model has {num_weights:,} parameters (0 in tables)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_order_without_an_index_may_be_long(config_file: Path) -> None:
