@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from pretrain.checkpoint.index import Index, StoredItem
@@ -22,6 +23,7 @@ from pretrain.checkpoint.store.lazy_tensor import LazyTensor
 from pretrain.checkpoint.store.selected import times
 from pretrain.checkpoint.store.tensors import Region, overlap, slices_in
 from pretrain.checkpoint.store.torch_dist import TorchDistReader
+from pretrain.checkpoint.write_plan import region_of
 from pretrain.errors import CheckpointError
 
 _READING_THREADS = 2
@@ -47,6 +49,26 @@ class LoadTarget:
     rounded_to: torch.dtype | None = None
     rows: Literal["spread", "mean"] | None = None
     factor: float | None = None
+
+
+def target_of(
+    shard: ShardedTensor,
+    name: str | None = None,
+    rounded_to: torch.dtype | None = None,
+    factor: float | None = None,
+) -> LoadTarget:
+    """Target that fills a shard of a model or an optimizer in place.
+
+    Args:
+        name: name of the stored tensor; None: that of the shard.
+        rounded_to, factor: see `LoadTarget`.
+    """
+    region = region_of(shard)
+    if name is not None:
+        region = Region(name, region.offset, region.shape)
+    return LoadTarget(
+        region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to, factor=factor
+    )
 
 
 def load(folder: Path, targets_of: Callable[[Index], Sequence[LoadTarget]]) -> None:

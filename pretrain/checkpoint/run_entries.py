@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from megamem.parameters.trained_part import ALL, Trained, TrainedPart
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import SCALE_PREFIX, derived_weights, is_moment, main_name, scales_in
 from pretrain.checkpoint.index import Index
-from pretrain.checkpoint.loading import LoadTarget, load
-from pretrain.checkpoint.store.tensors import Region
+from pretrain.checkpoint.loading import LoadTarget, load, target_of
+from pretrain.checkpoint.other_updates import StaleMoments, check_matrices, of_other_update, stale_moments
 from pretrain.checkpoint.store.torch_dist import TorchDistReader
-from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import ADAMW, MUON, ROW_WISE, STATE_PREFIX
+from pretrain.config.updates import STATE_PREFIX
 from pretrain.engine.chunks import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
-from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
 
@@ -93,10 +90,10 @@ def restore_run(
             shard.data.zero_()
         elif shard.key.startswith(SCALE_PREFIX):
             shard.data.fill_(1)
-    stale: list[_Stale] = []
+    stale: list[StaleMoments] = []
 
     def moments_of_rows(index: Index) -> Iterator[LoadTarget]:
-        for moments, last_updates in _stale_moments(state, index):
+        for moments, last_updates in stale_moments(state, index):
             stale.append(moments)
             yield last_updates
 
@@ -153,88 +150,15 @@ def _state_targets(shards: Sequence[ShardedTensor], index: Index, scales: Mappin
         is_main = shard.key == main_name(weight)
         factor = scales.get(weight) if is_main and weight not in scaled_here else None
         if shard.key.startswith(SCALE_PREFIX):
-            yield from [_target(shard)] if shard.key in index.tensors else []
+            yield from [target_of(shard)] if shard.key in index.tensors else []
         elif weight not in index.tensors or main_name(weight) in index.tensors:
-            _check_matrices(shard, weight, index)
+            check_matrices(shard, weight, index)
             if shard.key in index.tensors:
-                yield _target(shard, factor=factor)
+                yield target_of(shard, factor=factor)
             else:
-                yield from _of_other_update(shard, weight, index)
+                yield from of_other_update(shard, weight, index)
         elif is_main:
-            yield _target(shard, weight, factor=factor)
-
-
-def _check_matrices(shard: ShardedTensor, weight: str, index: Index) -> None:
-    """Refuse a checkpoint in which another update than the run's kept the state of a hidden matrix.
-
-    Neither's state can be made of the other's: momentum has another decay, and no second moment.
-    """
-    for ours, theirs in ((ADAMW, MUON), (MUON, ADAMW)):
-        own, others = ([f"{STATE_PREFIX}{name}.{weight}" for name in update.per_element] for update in (ours, theirs))
-        if shard.key in own and shard.key not in index.tensors and all(name in index.tensors for name in others):
-            raise CheckpointError(
-                f"the checkpoint has the state of {weight} as optimizer.matrices: {theirs.name} keeps it "
-                f"({', '.join(theirs.per_element)}), and optimizer.matrices is {ours.name}: set it to {theirs.name}, or "
-                f"change it where a stage begins with optimizer_state: reset"
-            )
-
-
-def _of_other_update(shard: ShardedTensor, weight: str, index: Index) -> Iterator[LoadTarget]:
-    """Targets of a table's moments that a checkpoint has none of, by those that its other update kept.
-
-    The mean over a row of AdamW's second moments is the row's, to rounding: both are averages over the same steps. The
-    other way each element gets its row's; first moments have nothing to come from, and stay at zero.
-    """
-    names = (*ADAMW.per_element, *ROW_WISE.per_row)
-    first, of_elements, of_rows, last_updates = (f"{STATE_PREFIX}{name}.{weight}" for name in names)
-    if shard.key == last_updates:
-        # The rule of the tables takes them to be as of now.
-        return
-    if shard.key == of_rows and of_elements in index.tensors:
-        num_rows, columns = shard.global_shape[0], index.tensors[of_elements].shape[1]
-        region = Region(of_elements, (shard.global_offset[0], 0), (shard.local_shape[0], columns))
-        yield LoadTarget(region, (num_rows, columns), shard.data, rows="mean")
-    elif shard.key == of_elements and of_rows in index.tensors:
-        whole = region_of(shard)
-        region = Region(of_rows, whole.offset[:1], whole.shape[:1])
-        yield LoadTarget(region, tuple(shard.global_shape[:1]), shard.data.detach().view(whole.shape), rows="spread")
-    elif shard.key != first or of_rows not in index.tensors:
-        # Its absence is an error.
-        yield _target(shard)
-
-
-@dataclass(frozen=True)
-class _Stale:
-    """Second moments of elements that were made of their rows', which are as of each row's last update.
-
-    Attributes:
-        weight: name of the table.
-        moments: [n, columns].
-        last_updates: [n].
-    """
-
-    weight: str
-    moments: Tensor
-    last_updates: Tensor
-
-    def bring_up(self, num_updates: int, beta2: float) -> None:
-        """Have them be as of an update."""
-        elapsed = (num_updates - self.last_updates).double()
-        self.moments.mul_(torch.pow(beta2, elapsed).float().unsqueeze(1))
-
-
-def _stale_moments(shards: Sequence[ShardedTensor], index: Index) -> Iterator[tuple[_Stale, LoadTarget]]:
-    """Moments of elements that come from rows, and targets of the rows' last updates."""
-    *_, name = ROW_WISE.per_row
-    prefix = f"{STATE_PREFIX}{ADAMW.per_element[-1]}."
-    for shard in shards:
-        weight = shard.key.removeprefix(prefix)
-        last_updates = f"{STATE_PREFIX}{name}.{weight}"
-        if shard.key.startswith(prefix) and shard.key not in index.tensors and last_updates in index.tensors:
-            whole = region_of(shard)
-            stale = _Stale(weight, shard.data.detach().view(whole.shape), shard.data.new_zeros(whole.shape[0]))
-            region = Region(last_updates, whole.offset[:1], whole.shape[:1])
-            yield stale, LoadTarget(region, tuple(shard.global_shape[:1]), stale.last_updates)
+            yield target_of(shard, weight, factor=factor)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
@@ -271,23 +195,9 @@ def _weight_targets(
         factor = scales.get(shard.key)
         if shard.key in derived:
             rounded_to = None if name_of_dtype is None else getattr(torch, name_of_dtype)
-            yield _target(shard, derived[shard.key], rounded_to, factor)
+            yield target_of(shard, derived[shard.key], rounded_to, factor)
         else:
-            yield _target(shard, factor=factor)
-
-
-def _target(
-    shard: ShardedTensor,
-    name: str | None = None,
-    rounded_to: torch.dtype | None = None,
-    factor: float | None = None,
-) -> LoadTarget:
-    region = region_of(shard)
-    if name is not None:
-        region = type(region)(name, region.offset, region.shape)
-    return LoadTarget(
-        region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to, factor=factor
-    )
+            yield target_of(shard, factor=factor)
 
 
 def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:
