@@ -377,7 +377,7 @@ def test_products_run_beside_gradients_on_the_rest_of_the_gpu(
 
 
 def test_a_matrix_is_orthogonalised_by_three_products_per_step() -> None:
-    """Of m rows and n columns, m <= n: X X^T, its square, and what both multiply X by, 2 m^2 n + 2 m^3 + 2 m^2 n."""
+    """Products of X, m rows of n: X X^T, its square, and of both with X; 2 m^2 n + 2 m^3 + 2 m^2 n with m <= n."""
     per_step = 2 * (9 * 5) + 2 * 27 + 2 * (9 * 5)
     for shape in ((3, 5), (5, 3)):
         assert orthogonalisation_flops([shape], OptimizerConfig(matrices="muon", muon_ns_steps=7)) == [7 * per_step]
