@@ -61,7 +61,7 @@ def target_of(
 
     Args:
         name: name of the stored tensor; None: that of the shard.
-        rounded_to, factor: see `LoadTarget`.
+        rounded_to, factor: casts and factors of `LoadTarget`.
     """
     region = region_of(shard)
     if name is not None:
