@@ -1,5 +1,5 @@
 """Builds the Triton kernels for GPUs that are not there, and prints which limits they break: `python -m
-tests.unit.kernels.kernel_builds`.
+tests.unit.kernels.kernel_builds PART PARTS`.
 
 A process of its own, because Triton decides at import whether it compiles or interprets. The launches are those of the
 launchers themselves, at the shapes that shipped layouts leave to a rank. Prints a JSON object per kernel.
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -175,21 +176,38 @@ def launches_of_hashes() -> list[Launch]:
     return found
 
 
-def say(what: str, launch: str, found: list[str], **more: Any) -> None:
-    print(json.dumps({"what": what, "launch": launch, "problems": found, **more}), flush=True)
+@dataclass(frozen=True)
+class Build:
+    """A kernel to be built.
+
+    Attributes:
+        what: reason to build it.
+        more: further entries of its report.
+    """
+
+    what: str
+    launch: Launch
+    capability: int = 90
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """Build it, and tell which limits it breaks."""
+        found = problems(self.launch, self.capability)
+        return {"what": self.what, "launch": described(self.launch), "problems": found, **self.more}
 
 
-def main() -> None:
+def builds() -> Iterator[Build]:
+    """All kernels to be built, in the same order in every process."""
     from tests.unit.kernels.planted_kernels import planted
 
     for wanted, call in planted() if ALL else ():
         (launch,) = recorded(call)
-        say("planted", described(launch), problems(launch, 90), wanted=wanted)
+        yield Build("planted", launch, more={"wanted": wanted})
     for capability in BUILT_FOR if ALL else ():
         shipped = [*configs(PUBLISHED), *every_kernel()] if capability == 90 else every_kernel()
         others = [*launches_of_loss(), *launches_of_streams(), *launches_of_hashes()]
         for launch in [*launches(shipped), *launches_on_rows(), *others]:
-            say("shipped", described(launch), problems(launch, capability), capability=capability)
+            yield Build("shipped", launch, capability, {"capability": capability})
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
     by_name = {launch.name: launch for launch in launches(every_kernel(), num_tokens=1)}
     # The largest, which has most to hold: a loss has no number that could be a one.
@@ -197,8 +215,14 @@ def main() -> None:
     by_name |= {launch.name: launch for launch in reversed(others)}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
-            say("specialised", described(other), problems(other, 90))
+            yield Build("specialised", other)
+
+
+def main(part: int, num_parts: int) -> None:
+    """Build every `num_parts`-th kernel, beside other processes that build the others."""
+    for build in islice(builds(), part, None, num_parts):
+        print(json.dumps(build.report()), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*map(int, sys.argv[1:]))

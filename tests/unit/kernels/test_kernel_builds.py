@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 IN_TEST_MORE = pytest.mark.skipif(not ALL, reason="costly: `make test-more` runs it")
 REPOSITORY = Path(__file__).parents[3]
+_PROCESSES = 2 if ALL else 1
 KERNELS = {
     name
     for file in (REPOSITORY / "kernels").glob("*/triton_op.py")
@@ -31,11 +33,18 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
+    """Findings of all builds, by two processes: one core would still build when all other tests are done."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.unit.kernels.kernel_builds"]
-    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+    def build(part: int) -> str:
+        words = [*command, str(part), str(_PROCESSES)]
+        finished = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    with ThreadPoolExecutor(_PROCESSES) as pool:
+        return [json.loads(line) for out in pool.map(build, range(_PROCESSES)) for line in out.splitlines()]
 
 
 def of(reports: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
