@@ -3,6 +3,7 @@ laboratory's `test_agreement.py` to all that plans predict."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -407,10 +408,15 @@ class Reports(dict[str, list[Any]]):
     """Reports of the first ranks of all stages of a configuration, run with some of its neighbours when it is first asked
     for, in a fork."""
 
+    def __init__(self, names: Iterable[str] = RUN) -> None:
+        """`names` are those that will be asked for, of `RUN`."""
+        super().__init__()
+        self._names = list(names)
+
     def __missing__(self, name: str) -> list[Any]:
         if name in RUN:
-            place = [*RUN].index(name) // _TOGETHER * _TOGETHER
-            together = [*RUN][place : place + _TOGETHER]
+            place = self._names.index(name) // _TOGETHER * _TOGETHER
+            together = self._names[place : place + _TOGETHER]
             (found,) = launch_within(
                 lambda: [of_all_stages(RUN[each], WORLD, as_gpu=True) for each in together],
                 1,
