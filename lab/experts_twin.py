@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megamem.config.model import ModelConfig, MoEConfig
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 
 
 @dataclass(frozen=True)

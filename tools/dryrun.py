@@ -13,8 +13,8 @@ from pretrain.config.stages import load_stage
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes
 from pretrain.run.preflight import gigabytes
 from tools.common.parsers import add_command, add_config, add_stage
 from tools.common.vocabulary import with_vocabulary_of_data

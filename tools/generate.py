@@ -15,7 +15,7 @@ from pretrain.config.loader import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from pretrain.evaluation.sampling import Sampling
-from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
+from pretrain.planning.counts.attention import cached_bytes_per_token, expanded_bytes
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from pretrain.run.trained_data import tokenizer_of

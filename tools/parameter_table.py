@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megamem.retrieval.config import RetrievalConfig
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, memory_flops
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token, memory_flops
 from pretrain.printable import printable
 
 _BF16_BYTES = 2

@@ -194,7 +194,7 @@ def _headline(run: Run) -> str:
     from kernels.select import resolve
     from pretrain.data.blend import model_vocab_size
     from pretrain.data.ngram_ids import boundary_notes
-    from pretrain.planning.costs.formulas import count_parameters
+    from pretrain.planning.counts.formulas import count_parameters
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from pretrain.convert.format import ConversionTarget
     from pretrain.convert.registry import FORMATS
     from pretrain.growth.upscale import upscale
-    from pretrain.planning.costs.formulas import count_parameters
+    from pretrain.planning.counts.formulas import count_parameters
     from tools.checkpoint.phases import Phases
 
     base = opened(args.base, args.step)

@@ -30,7 +30,7 @@ from pretrain.config.settled import settled
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.hardware import hardware_file, load_hardware
+from pretrain.planning.seconds.hardware import hardware_file, load_hardware
 from tools.common.parsers import add_command, add_config, add_stage
 from tools.common.ranks import (
     add_nproc,

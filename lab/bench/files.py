@@ -17,8 +17,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.chunks import unwrap
 from pretrain.engine.session import session
 from pretrain.engine.tables.stored_tables import Waits
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.counts.formulas import count_parameters
 from tools.parameter_table import markdown_table
 
 _SPARE_BYTES = 2**31

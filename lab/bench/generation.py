@@ -16,7 +16,7 @@ from pretrain.engine.build import build_chunks
 from pretrain.engine.session import session
 from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
-from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
+from pretrain.planning.counts.attention import cached_bytes_per_token, expanded_bytes
 
 _WARM_TOKENS = 4
 _HEADER = ("prompt", "prompt ms", "ms per token", "tokens/s", "ratio", "MB", "model")

@@ -65,7 +65,7 @@ def bench_hardware_rank(path: Path, like: str, rounds: int) -> None:
 
 
 def measure(groups: ParallelGroups, sizes: Sizes) -> dict[str, float]:
-    """The measured keys of `pretrain.planning.costs.hardware.Hardware`. Collective.
+    """The measured keys of `pretrain.planning.seconds.hardware.Hardware`. Collective.
 
     Shares of a peak are 1 where the peak is what was measured.
     """

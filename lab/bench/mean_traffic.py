@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.pipeline_stages import Division, stages_of
-from pretrain.planning.costs.traffic import context_bytes, lookup_bytes_of_ways
+from pretrain.planning.counts.pipeline_stages import Division, stages_of
+from pretrain.planning.seconds.traffic import context_bytes, lookup_bytes_of_ways
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:

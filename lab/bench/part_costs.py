@@ -12,8 +12,8 @@ from enum import StrEnum
 from lab.bench.mean_traffic import exchanged_bytes
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import table_gradient_bytes
-from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs
-from pretrain.planning.costs.update_seconds import table_step_bytes
+from pretrain.planning.counts.formulas import count_parameters, memory_layer_costs
+from pretrain.planning.seconds.update_seconds import table_step_bytes
 
 
 class Part(StrEnum):

@@ -16,11 +16,11 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.dense_twin import dense_twin
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import StepTime, step_time
+from pretrain.planning.counts.dense_twin import dense_twin
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import StepTime, step_time
 
 _PEAKS = (
     ("H100 PCIe", 756.0),

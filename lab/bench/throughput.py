@@ -13,7 +13,7 @@ from lab.bench.step_profile import StepTimes, measure_turns, turns
 from parallel.machine.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 
 
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:

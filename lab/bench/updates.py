@@ -16,9 +16,9 @@ from lab.pages import Page
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes
+from pretrain.planning.counts.formulas import count_parameters
 from tools.common.drawing import model_colours, svg
 from tools.parameter_table import markdown_table
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lab.gpu_check.plan import ShortTraining
 from lab.gpu_check.trial import Observed
-from pretrain.planning.costs.held import held_bytes
+from pretrain.planning.bytes.held import held_bytes
 
 State = Literal["ok", "differs", "failed", "skipped"]
 

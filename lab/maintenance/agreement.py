@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lab.maintenance.stage_sent import StageSent
-from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
+from pretrain.planning.bytes.memory_parts import STATE_PARTS, MemoryPart, StageBytes
 from pretrain.planning.dryrun.rank import RankReport
 
 HELD_LIMIT, ACTIVATIONS_LIMIT, REDUCTIONS_LIMIT, SENT_LIMIT = 0.02, 0.1, 0.02, 1e-6

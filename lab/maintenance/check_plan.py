@@ -26,7 +26,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
 from pretrain.config.updates import keeps_rows
 from pretrain.config.validate import validate
-from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.bytes.memory import stage_bytes
 from tools import cli
 from tools.common.vocabulary import with_vocabulary
 from tools.common.words import plural

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
-from pretrain.planning.costs.checkpoints import checkpoint_costs
-from pretrain.planning.costs.dense_twin import dense_twin
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.hardware import Hardware, load_hardware
-from pretrain.planning.costs.memory_parts import MemoryPart
-from pretrain.planning.costs.pipeline_stages import Division
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.bytes.memory_parts import MemoryPart
+from pretrain.planning.counts.dense_twin import dense_twin
+from pretrain.planning.counts.formulas import count_parameters
+from pretrain.planning.counts.pipeline_stages import Division
+from pretrain.planning.seconds.checkpoints import checkpoint_costs
+from pretrain.planning.seconds.hardware import Hardware, load_hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import step_time
 from tools.plan.layouts import Estimate, all_estimates, estimate, recommended
 
 GPU = "h100-80g"

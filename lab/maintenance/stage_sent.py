@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, ROW_WISE, table_gradient_bytes, table_update
-from pretrain.planning.costs.experts import dispatched_bytes
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.residual_streams import state_bytes
-from pretrain.planning.costs.row_bytes import (
+from pretrain.planning.bytes.row_bytes import (
     chooses_by_step,
     has_files,
     has_read_rows,
     most_rows_of_families,
     replica_bytes,
 )
-from pretrain.planning.costs.tensor_traffic import tensor_bytes
-from pretrain.planning.costs.traffic import context_bytes, copies_bytes, halo_bytes, lookup_bytes_of_ways
-from pretrain.planning.costs.update_seconds import pieces_of_experts, pieces_of_matrices
-from pretrain.planning.costs.weights import reduced_tables, trained_dense
+from pretrain.planning.bytes.weights import reduced_tables, trained_dense
+from pretrain.planning.counts.experts import dispatched_bytes
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
+from pretrain.planning.counts.residual_streams import state_bytes
+from pretrain.planning.seconds.tensor_traffic import tensor_bytes
+from pretrain.planning.seconds.traffic import context_bytes, copies_bytes, halo_bytes, lookup_bytes_of_ways
+from pretrain.planning.seconds.update_seconds import pieces_of_experts, pieces_of_matrices
 
 _ROW_SUM = _SCORE = 4
 

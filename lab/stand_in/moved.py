@@ -2,7 +2,7 @@
 
 An operation moves each tensor that its schema names once, whole, and one in place twice. A gather moves a sector for each
 element that it takes, if that is less, and an accumulation by index sorts its indices first. Products of matrices, whose
-operations take longer than their bytes, and reads and sums of tables are left out: `pretrain.planning.costs` has both by
+operations take longer than their bytes, and reads and sums of tables are left out: `pretrain.planning.seconds` has both by
 formulas of their own.
 """
 
@@ -196,4 +196,4 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "rotated_heads_kernel": _turned,
     "rotated_heads_gradients_kernel": _turned_back,
 }
-"""Formulas of all kernels but those of lookups, which are in `pretrain.planning.costs.row_seconds`."""
+"""Formulas of all kernels but those of lookups, which are in `pretrain.planning.seconds.row_seconds`."""

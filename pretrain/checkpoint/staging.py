@@ -11,7 +11,7 @@ from torch import Tensor
 from pretrain.checkpoint.store.tensors import Region
 
 CHUNK_BYTES = 1 << 30
-"""Host memory that is allocated at a time: `pretrain.planning.costs.memory` has the same.
+"""Host memory that is allocated at a time: `pretrain.planning.bytes.memory` has the same.
 
 PyTorch rounds page-locked allocations up to powers of two: one of 22.5 GB would take 32. Sixteen of the largest items
 fit into a chunk, so that a gap behind the last of them is small."""

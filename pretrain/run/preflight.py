@@ -22,10 +22,10 @@ from pretrain.data.blend import check_document_order, check_epochs, check_fits, 
 from pretrain.data.manifest import PreparedDataset
 from pretrain.data.ngram_ids import check_token_maps
 from pretrain.errors import ConfigError, UserError
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.row_bytes import lies_in_files
-from pretrain.planning.costs.state import dense_state, elements_of_tables, saved_by_matrices, table_state
+from pretrain.planning.bytes.held import held_bytes
+from pretrain.planning.bytes.row_bytes import lies_in_files
+from pretrain.planning.bytes.state import dense_state, elements_of_tables, saved_by_matrices, table_state
+from pretrain.planning.counts.formulas import count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable
 from pretrain.run.trained_data import check_trained_data

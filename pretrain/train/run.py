@@ -37,7 +37,7 @@ from pretrain.engine.tables.step_reads import StepReads
 from pretrain.engine.tables.stored_tables import StoredTables, stored_tables_of
 from pretrain.engine.weight_gathering import complete_weights
 from pretrain.errors import CheckpointError
-from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.planning.counts.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from pretrain.run.metric_rows import numbered_rows
 from pretrain.run.owner import Owner, owned

@@ -37,8 +37,8 @@ from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.muon import units_of
 from pretrain.engine.update_rules import ReplicaRanges
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.pipeline_stages import stages_of
+from pretrain.planning.counts.formulas import count_parameters
+from pretrain.planning.counts.pipeline_stages import stages_of
 from tests.rotation import in_rotation
 
 KINDS = in_rotation(list(FAMILIES))

@@ -23,7 +23,7 @@ from pretrain.config.stages import load_config
 from pretrain.convert.huggingface.names import pairs
 from pretrain.engine.build import build_chunks
 from pretrain.errors import CheckpointError
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from tests.families.behind_heads.config import BehindHeadsConfig
 from tests.families.behind_heads.family import BEHIND_HEADS
 from tests.families.hashed.config import HashedConfig

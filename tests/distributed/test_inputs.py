@@ -35,7 +35,7 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.chunks import unwrap
 from pretrain.engine.step import evaluation_loss
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 from tests.families.behind_heads.config import HEADS

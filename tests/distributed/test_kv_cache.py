@@ -27,7 +27,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
-from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
+from pretrain.planning.counts.attention import cached_bytes_per_token, expanded_bytes
 from tests.rotation import in_rotation
 
 OF_STREAMS = (

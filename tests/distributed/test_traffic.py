@@ -28,8 +28,8 @@ from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
 from pretrain.engine.tables.pipeline_copies import sum_over_stages
-from pretrain.planning.costs.pipeline_stages import Division, stages_of
-from pretrain.planning.costs.traffic import (
+from pretrain.planning.counts.pipeline_stages import Division, stages_of
+from pretrain.planning.seconds.traffic import (
     LookupTraffic,
     context_bytes,
     copies_bytes,

@@ -24,7 +24,7 @@ from pretrain.config.schedule import group_settings
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks
 from pretrain.engine.step import Batch
-from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.planning.counts.formulas import training_flops_per_token
 from tests.rotation import in_rotation, in_turn, named_in_rotation
 
 # Tolerance of a loss or a gradient norm, against one rank.

@@ -19,7 +19,7 @@ from commands import Megamem, Result, last_step
 from megamem.families.registry import FAMILIES
 from pretrain.checkpoint.store import torch_dist_writer
 from pretrain.config.stages import load_config
-from pretrain.planning.costs.formulas import forward_flops_per_token
+from pretrain.planning.counts.formulas import forward_flops_per_token
 from tests.rotation import in_rotation
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ from torch import Tensor
 from pretrain.checkpoint import staging
 from pretrain.checkpoint.staging import StagingBuffer, placed
 from pretrain.checkpoint.store.tensors import Region
-from pretrain.planning.costs import memory
-from pretrain.planning.costs.memory import page_locked
+from pretrain.planning.bytes import memory
+from pretrain.planning.bytes.memory import page_locked
 
 GB = 1 << 30
 

@@ -14,7 +14,7 @@ import pytest
 from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.memory_parts import MemoryPart
+from pretrain.planning.bytes.memory_parts import MemoryPart
 from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.lines import CallSite
 from pretrain.planning.dryrun.meeting import deadlock

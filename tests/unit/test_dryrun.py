@@ -14,9 +14,8 @@ from megamem.families.move.config import MoveConfig
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.launches import (
+from pretrain.planning.bytes.held import held_bytes
+from pretrain.planning.bytes.launches import (
     LAUNCHES_DENSE,
     LAUNCHES_EXPERT,
     LAUNCHES_MEETING,
@@ -27,12 +26,13 @@ from pretrain.planning.costs.launches import (
     LAUNCHES_STATIC_SITES,
     launches_across_ranks,
 )
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import STATE_PARTS, MemoryPart, StageBytes
-from pretrain.planning.costs.pipeline_stages import Division, stages_of
-from pretrain.planning.costs.row_bytes import fetched_bytes
-from pretrain.planning.costs.traffic import context_bytes, lookup_bytes_of_ways
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import STATE_PARTS, MemoryPart, StageBytes
+from pretrain.planning.bytes.row_bytes import fetched_bytes
+from pretrain.planning.counts.formulas import count_parameters
+from pretrain.planning.counts.pipeline_stages import Division, stages_of
 from pretrain.planning.dryrun.parts import BY_MODULE, part_of_module
+from pretrain.planning.seconds.traffic import context_bytes, lookup_bytes_of_ways
 from tests.deadline import launch_within
 from tests.rotation import in_turn
 from tests.unit.dry_runs import (

@@ -28,7 +28,7 @@ from megamem.placement.spans import PlacementConfig
 from pretrain.config.stages import load_config
 from pretrain.data.compression import canonical_key, compress, write_token_map
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from tests.golden import TOLERANCE, check, read_case, relative_error
 
 DEEPSEEK = ("ds_basic", "ds_documents_isolated", "ds_short_seq", "ds_single_order", "ds_zero_conv")

@@ -12,7 +12,7 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig
 from megamem.placement.spans import PlacementConfig
-from pretrain.planning.costs.equal_compute import (
+from pretrain.planning.counts.equal_compute import (
     active_measure,
     core_measure,
     flops_measure,

@@ -35,14 +35,14 @@ from megamem.placement.spans import PlacementConfig
 from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.retrieval.config import TuckerConfig
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.formulas import (
+from pretrain.planning.counts.formulas import (
     count_parameters,
     forward_flops_of_block,
     forward_flops_per_token,
     memory_layer_costs,
     training_flops_per_token,
 )
-from pretrain.planning.costs.residual_streams import end_flops
+from pretrain.planning.counts.residual_streams import end_flops
 
 VOCAB = 300
 DENSE = ModelConfig(

@@ -30,7 +30,7 @@ from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
 from pretrain.evaluation.generate import generate
 from pretrain.evaluation.sampling import Sampling
-from pretrain.planning.costs.attention import cached_bytes_per_token
+from pretrain.planning.counts.attention import cached_bytes_per_token
 from tools import generate as command
 from tools.common.pace import GenerationPass, Pace
 from tools.common.words import describe_size

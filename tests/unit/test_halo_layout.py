@@ -15,8 +15,8 @@ from megamem.families.value_ngrams.config import ValueNgramsConfig
 from megamem.placement.spans import PlacementConfig
 from parallel.layout import halo_requests, halo_tokens_returned, halo_tokens_sent, stretches
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.pipeline_stages import stages_of
-from pretrain.planning.costs.traffic import halo_bytes
+from pretrain.planning.counts.pipeline_stages import stages_of
+from pretrain.planning.seconds.traffic import halo_bytes
 
 
 def held(tensor: int, context: int, num_tokens: int) -> list[list[int]]:

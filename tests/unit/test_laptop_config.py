@@ -9,9 +9,9 @@ import pytest
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart
+from pretrain.planning.counts.formulas import count_parameters
 
 FOLDER = Path(__file__).parents[2] / "configs" / "laptop"
 NAMES = ("4b", "4b_ultramemv2")

@@ -13,8 +13,8 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.growth.placement import anchors, positions
-from pretrain.planning.costs.attention import expanded_bytes
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.counts.attention import expanded_bytes
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs" / "midus"

@@ -19,10 +19,10 @@ from megamem.config.model import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
-from pretrain.planning.costs.equal_compute import core_measure, flops_measure, solve_ffn_width
-from pretrain.planning.costs.formulas import count_parameters
-from pretrain.planning.costs.held import held_bytes
-from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.bytes.held import held_bytes
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.counts.equal_compute import core_measure, flops_measure, solve_ffn_width
+from pretrain.planning.counts.formulas import count_parameters
 from tests.rotation import in_rotation
 from tests.unit.test_formulas import BuiltModel, built_models, check_costs
 from tools import cli

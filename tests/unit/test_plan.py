@@ -19,20 +19,20 @@ from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
-from pretrain.planning.costs.activations import in_flight
-from pretrain.planning.costs.checkpoints import checkpoint_costs
-from pretrain.planning.costs.dense_twin import dense_twin
-from pretrain.planning.costs.formulas import (
+from pretrain.planning.bytes.activations import in_flight
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.counts.dense_twin import dense_twin
+from pretrain.planning.counts.formulas import (
     count_parameters,
     forward_flops_per_token,
     memory_flops,
     training_flops_per_token,
 )
-from pretrain.planning.costs.hardware import FOLDER, Hardware, load_hardware
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.pipeline_stages import Division
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.counts.pipeline_stages import Division
+from pretrain.planning.seconds.checkpoints import checkpoint_costs
+from pretrain.planning.seconds.hardware import FOLDER, Hardware, load_hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import step_time
 from tests.rotation import in_rotation, in_turn
 from tools import cli
 from tools.plan.command import with_counts

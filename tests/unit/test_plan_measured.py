@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.stages import load_config
-from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.seconds.hardware import load_hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import step_time
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "ultramemv2"
 H100 = load_hardware("h100-80g")
@@ -61,7 +61,7 @@ PARTS: dict[str, dict[tuple[TimePart, ...], float]] = {
 @pytest.fixture(autouse=True)
 def _lookups_are_added_up_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they were in what was measured."""
-    monkeypatch.setattr("pretrain.planning.costs.row_bytes.MOST_JOINED_ENTRIES", 1)
+    monkeypatch.setattr("pretrain.planning.bytes.row_bytes.MOST_JOINED_ENTRIES", 1)
 
 
 def milliseconds(name: str, launch_us: float = H100.launch_us) -> dict[TimePart, float]:

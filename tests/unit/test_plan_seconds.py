@@ -15,23 +15,23 @@ from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config, load_stages
 from pretrain.config.updates import keeps_rows, orthogonalisation_flops, table_gradient_bytes
-from pretrain.planning.costs.exchange_seconds import beside_backward
-from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
-from pretrain.planning.costs.row_bytes import replica_bytes
-from pretrain.planning.costs.row_seconds import (
+from pretrain.planning.bytes.added_lookups import added_together
+from pretrain.planning.bytes.row_bytes import replica_bytes
+from pretrain.planning.bytes.weights import trained_dense, trained_tables
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
+from pretrain.planning.seconds.exchange_seconds import beside_backward
+from pretrain.planning.seconds.hardware import load_hardware
+from pretrain.planning.seconds.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
+from pretrain.planning.seconds.row_seconds import (
     accumulate_s,
-    added_together,
     distinct_rows,
     missed_share,
     moved_bytes,
     row_seconds,
 )
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import assumptions, step_time
-from pretrain.planning.costs.traffic import copies_bytes
-from pretrain.planning.costs.weights import trained_dense, trained_tables
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import assumptions, step_time
+from pretrain.planning.seconds.traffic import copies_bytes
 from tools import cli
 from tools.common.vocabulary import with_vocabulary
 

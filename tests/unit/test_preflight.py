@@ -19,7 +19,7 @@ from pretrain.config.loader import to_dict
 from pretrain.config.stages import load_config
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from pretrain.run.folder import RunFolder
 from tools import cli
 

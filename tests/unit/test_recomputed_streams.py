@@ -34,8 +34,8 @@ from megamem.residual_streams.config import ResidualStreamsConfig
 from megamem.residual_streams.make import make_site
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.kept_streams import KeptStreams, kept_streams
-from pretrain.planning.costs.pipeline_stages import stages_of
+from pretrain.planning.bytes.kept_streams import KeptStreams, kept_streams
+from pretrain.planning.counts.pipeline_stages import stages_of
 
 TOKENS, SEQUENCES, WIDTH = 6, 2, 16
 NUM_BLOCKS, WITH_ENTRY, READS_LATER, JOINED = 5, 2, 1, 3

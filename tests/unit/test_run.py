@@ -26,7 +26,7 @@ from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import CheckpointError, ConfigError, DataError
-from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.planning.counts.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import check_resumable, lost_of_tables
 from pretrain.state import DataRead, RunState

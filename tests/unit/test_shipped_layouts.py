@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
-from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.seconds.hardware import load_hardware
 from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
 from tests.rotation import in_turn
@@ -67,7 +67,7 @@ def test_a_rank_of_it_is_dry_run() -> None:
     config = replace(config, train=replace(config.train, global_batch_size=batch))
 
     def main() -> tuple[float, float, float, float]:
-        from pretrain.planning.costs.memory import stage_bytes
+        from pretrain.planning.bytes.memory import stage_bytes
         from pretrain.planning.dryrun.rank import dry_run
 
         (report,), stage = dry_run(config, 64, [0], as_gpu=True), stage_bytes(config, 64)[0]

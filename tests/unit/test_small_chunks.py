@@ -32,10 +32,10 @@ AS_THEY_ARE = {
     "pretrain.data.contents._ZSTD_BYTES_AT_ONCE": "half a kilobyte, of which files of tests have several",
     "pretrain.engine.tables.bf16_gradients._WINDOW_ELEMENTS": "its twin on CPUs is small",
     "pretrain.engine.tables.replica_rows._WINDOW_ELEMENTS": "its twin on CPUs is small",
-    "pretrain.planning.costs.memory.CHUNK_BYTES": "a plan's copy of the engine's",
-    "pretrain.planning.costs.memory.ITEM_BYTES": "a plan's copy of the engine's",
-    "pretrain.planning.costs.memory.WINDOW_ELEMENTS": "a plan's copy of the engine's",
-    "pretrain.planning.costs.row_bytes.WINDOW_ELEMENTS": "a plan's copy of the engine's",
+    "pretrain.planning.bytes.memory.CHUNK_BYTES": "a plan's copy of the engine's",
+    "pretrain.planning.bytes.memory.ITEM_BYTES": "a plan's copy of the engine's",
+    "pretrain.planning.bytes.memory.WINDOW_ELEMENTS": "a plan's copy of the engine's",
+    "pretrain.planning.bytes.row_bytes.WINDOW_ELEMENTS": "a plan's copy of the engine's",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 
 REPOSITORY = Path(__file__).parents[2]
 # File, its override, what was computed, and what is printed.

@@ -11,7 +11,7 @@ from pretrain.config.stages import load_stages
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.held import HeldBytes, held_bytes
+from pretrain.planning.bytes.held import HeldBytes, held_bytes
 from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.common.parsers import add_config

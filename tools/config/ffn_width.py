@@ -8,7 +8,7 @@ from typing import Any
 
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
+from pretrain.planning.counts.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from tools.common.parsers import add_config
 
 _MEASURES = {

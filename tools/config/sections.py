@@ -18,8 +18,8 @@ from pretrain.config.sized import Filled
 from pretrain.config.table_gradients import chosen
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
+from pretrain.planning.bytes.state import dense_state, matrix_saving, table_state
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 from pretrain.printable import printable
 
 

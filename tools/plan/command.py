@@ -30,7 +30,7 @@ from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.hardware import Hardware, load_hardware
+from pretrain.planning.seconds.hardware import Hardware, load_hardware
 from pretrain.progress import Progress
 from tools.common.parsers import add_command, add_config, add_stage
 from tools.common.vocabulary import with_vocabulary_of_data

@@ -15,10 +15,10 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.settled import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes
-from pretrain.planning.costs.timing import StepTime, step_time
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.timing import StepTime, step_time
 
 _LONG_SEQUENCE_TOKENS = 16_384
 _MICRO_BATCHES = (1, 2, 4, 8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.memory_parts import MemoryPart
-from pretrain.planning.costs.time_parts import TimePart
+from pretrain.planning.bytes.memory_parts import MemoryPart
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.time_parts import TimePart
 from tools.common.drawing import svg
 from tools.plan.layouts import Estimate
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from pretrain.config.schema import TrainConfig
 from pretrain.config.source import dump_inline
-from pretrain.planning.costs.checkpoints import checkpoint_costs
-from pretrain.planning.costs.dense_twin import dense_twin
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.launches import launches_of
-from pretrain.planning.costs.pipeline_stages import Division, stages_of
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import assumptions
+from pretrain.planning.bytes.launches import launches_of
+from pretrain.planning.counts.dense_twin import dense_twin
+from pretrain.planning.counts.pipeline_stages import Division, stages_of
+from pretrain.planning.seconds.checkpoints import checkpoint_costs
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import assumptions
 from tools.plan.layouts import Estimate, all_estimates, estimate, recommended
 
 _HEAD = (

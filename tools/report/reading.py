@@ -20,7 +20,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError, DataError
-from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
+from pretrain.planning.counts.formulas import ParameterCounts, count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
 from pretrain.run.metric_rows import numbered_rows

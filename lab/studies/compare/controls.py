@@ -15,8 +15,8 @@ from megamem.config.memory import Control
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.dense_twin import DenseTwin, dense_twin
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.dense_twin import DenseTwin, dense_twin
+from pretrain.planning.counts.formulas import count_parameters
 from tools.parameter_table import markdown_table
 
 _OTHER_ROWS = ("one_row", "random_rows", "others_rows")

@@ -12,7 +12,7 @@ from pretrain.config.schema import DatasetEntry, RunConfig
 from pretrain.config.source import dump_inline
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 
 BASE_FILE = "base.yaml"
 """A file of this name is what others build on, and no model; it may be among those named (`lab/configs/compare/*.yaml`)."""

@@ -11,7 +11,7 @@ from lab.studies.compare.runs import read_result
 from pretrain.config.stages import load_config
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.planning.counts.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder
 from tools.common.vocabulary import with_vocabulary_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
-from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.seconds.hardware import load_hardware
 
 SIZED = ("model.vocab_size=512", "train.micro_batch_size=1", "train.global_batch_size=8")
 

@@ -14,9 +14,9 @@ from lab.maintenance.agreement import figures
 from lab.maintenance.stage_sent import ids_ahead_bytes, stages_sent
 from megamem.families.move.config import MoveConfig
 from pretrain.config.optimizer import OptimizerConfig, TrainedRowsConfig
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart
-from pretrain.planning.costs.pipeline_stages import Division
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart
+from pretrain.planning.counts.pipeline_stages import Division
 from tests.deadline import launch_within
 from tests.rotation import in_rotation, named_in_rotation
 from tests.unit.dry_runs import (

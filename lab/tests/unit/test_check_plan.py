@@ -11,7 +11,7 @@ from lab.maintenance.agreement import Figure
 from pretrain.config.stages import load_stages
 from pretrain.config.updates import keeps_rows
 from pretrain.config.validate import validate
-from pretrain.planning.costs.pipeline_stages import Division
+from pretrain.planning.counts.pipeline_stages import Division
 
 REPOSITORY = Path(__file__).parents[3]
 MODEL_FOLDER = REPOSITORY / "configs" / "ultramemv2"

@@ -14,7 +14,7 @@ from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "peer", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")

@@ -30,7 +30,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 from tools.common.drawing import svg
 from tools.common.metrics import Curves
 

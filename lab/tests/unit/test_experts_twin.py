@@ -13,8 +13,8 @@ from lab.experts_twin import solve_experts
 from megamem.config.model import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.stages import load_config
-from pretrain.planning.costs.equal_compute import flops_measure
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.equal_compute import flops_measure
+from pretrain.planning.counts.formulas import count_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=512, vocab_size=384)

@@ -19,7 +19,7 @@ from lab.gpu_check.sanitized import main, pass_over_sparse_tensors, sanitized_co
 from lab.gpu_check.trial import Observed, RuleOfTokens
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.planning.costs.held import held_bytes
+from pretrain.planning.bytes.held import held_bytes
 from tools.cli import build_parser
 
 

@@ -15,7 +15,7 @@ from lab.studies.compare.rules import ModelFigures
 from lab.studies.compare.runs import RunResult
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from tools.common.metrics import Curves
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "upscale"

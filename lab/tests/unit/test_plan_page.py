@@ -19,7 +19,7 @@ from lab.maintenance.plan_page import (
     rows_of,
 )
 from pretrain.config.stages import load_config
-from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.seconds.hardware import load_hardware
 from tools.plan.layouts import all_estimates, recommended
 
 REPOSITORY = Path(__file__).parents[3]

@@ -18,10 +18,10 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.placement.sharing import SharingConfig
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.planning.costs.launches import LAUNCHES_ADDITION, launches_of
-from pretrain.planning.costs.pipeline_stages import stages_of
-from pretrain.planning.costs.row_bytes import scaled_bytes
-from pretrain.planning.costs.update_seconds import table_step_bytes
+from pretrain.planning.bytes.launches import LAUNCHES_ADDITION, launches_of
+from pretrain.planning.bytes.row_bytes import scaled_bytes
+from pretrain.planning.counts.pipeline_stages import stages_of
+from pretrain.planning.seconds.update_seconds import table_step_bytes
 from tests.deadline import launch_within
 
 UPDATES = ("pretrain/engine/tables/row_wise.py", "kernels/row_squares/", "kernels/row_update/")
@@ -111,7 +111,7 @@ def test_a_plan_counts_the_launches_that_lookups_share(rows: bool) -> None:
     joined, each = launch_within(main, 1, timeout_s=120, num_threads=1)[0]
     (stage,) = stages_of(config)
     plan = launches_of(config, stage, stage.blocks, 1)
-    with patch("pretrain.planning.costs.row_bytes.MOST_JOINED_ENTRIES", 1):
+    with patch("pretrain.planning.bytes.row_bytes.MOST_JOINED_ENTRIES", 1):
         more = launches_of(config, stage, stage.blocks, 1) - plan
     assert more == 2 * LAUNCHES_ADDITION
     # Ids, coefficients and vectors of two tables are put side by side.

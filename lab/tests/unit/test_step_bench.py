@@ -18,10 +18,10 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.planning.costs.hardware import load_hardware
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.planning.seconds.hardware import load_hardware
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.timing import step_time
 from tools.cli import build_parser
 
 H100 = load_hardware("h100-80g")

@@ -12,7 +12,7 @@ from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.convert.huggingface.config import OWN, architecture_of
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from pretrain.state import RunState
 
 # Its data and the places of its files are the run's own affair.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import CodeType
 
-from pretrain.planning.costs.memory_parts import MemoryPart
+from pretrain.planning.bytes.memory_parts import MemoryPart
 
 BY_MODULE = (
     ("pretrain.engine.tables.value_offload", MemoryPart.HOST),

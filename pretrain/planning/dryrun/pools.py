@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pretrain.planning.costs.launches import LAUNCHES_AHEAD
+from pretrain.planning.bytes.launches import LAUNCHES_AHEAD
 
 
 @dataclass

@@ -38,7 +38,7 @@ from pretrain.engine.tables.row_gradients import row_gradient_of
 from pretrain.engine.tables.stored_tables import StoredTable, stored_tables_of
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.row_bytes import has_scales
+from pretrain.planning.bytes.row_bytes import has_scales
 from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.gpu_work import GpuWork

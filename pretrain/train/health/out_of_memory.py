@@ -14,8 +14,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_blend, model_vocab_size
 from pretrain.errors import ConfigError, UserError
-from pretrain.planning.costs.memory import stage_bytes
-from pretrain.planning.costs.memory_parts import StageBytes
+from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import StageBytes
 from pretrain.run.preflight import gigabytes
 
 _LEAST_SHARE = 0.01

@@ -17,7 +17,7 @@ from pretrain.config.sized import FOLLOWING_KEYS
 from pretrain.config.stages import load_config, load_stages, read_run
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.counts.formulas import count_parameters
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[3]

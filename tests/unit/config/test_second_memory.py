@@ -26,7 +26,7 @@ from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.pipeline_stages import stages_of
+from pretrain.planning.counts.pipeline_stages import stages_of
 
 LEARNED = UltraMemV2Config(num_keys=12, value_dim=16, top_k=4, placement=PlacementConfig(blocks=(1, 3)))
 NGRAMS = EngramConfig(rows_per_head=31, heads_per_order=2, value_dim=8, placement=PlacementConfig(blocks=(0, 2)))

@@ -16,7 +16,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.table_gradients import MOST_READS, chosen
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.seconds.hardware import load_hardware
 from tools import cli
 from tools.plan.layouts import all_estimates, estimate
 

@@ -15,7 +15,7 @@ from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerCo
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ROW_WISE, has_bf16_gradients, keeps_rows, table_update
-from pretrain.planning.costs.pipeline_stages import Division
+from pretrain.planning.counts.pipeline_stages import Division
 from tests.unit.kernels.machine_code.builds import Launch, launcher, recorded
 from tools.common.ranks import fewest_ranks
 

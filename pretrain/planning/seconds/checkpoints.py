@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.memory import checkpoint_bytes
+from pretrain.planning.bytes.memory import checkpoint_bytes
+from pretrain.planning.seconds.hardware import Hardware
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.experts import dispatched_bytes
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.reductions import ring_s
-from pretrain.planning.costs.traffic import WayBytes, lookup_bytes_of_ways
+from pretrain.planning.counts.experts import dispatched_bytes
+from pretrain.planning.counts.pipeline_stages import Division, Stage
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.reductions import ring_s
+from pretrain.planning.seconds.traffic import WayBytes, lookup_bytes_of_ways
 
 
 def exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:

@@ -17,16 +17,16 @@ from megamem.config.model import ModelConfig
 from megamem.parameters.trained_part import Trained
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.exchange_seconds import near_and_far
-from pretrain.planning.costs.formulas import training_flops_per_token
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.microbatch_seconds import microbatch_seconds
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.row_bytes import replica_bytes
-from pretrain.planning.costs.time_parts import REMEDIES, TimePart
-from pretrain.planning.costs.traffic import lookup_bytes_of_ways
-from pretrain.planning.costs.update_seconds import seconds_after_backward
-from pretrain.planning.costs.weights import reduced_tables, trained_dense
+from pretrain.planning.bytes.row_bytes import replica_bytes
+from pretrain.planning.bytes.weights import reduced_tables, trained_dense
+from pretrain.planning.counts.formulas import training_flops_per_token
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
+from pretrain.planning.seconds.exchange_seconds import near_and_far
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.microbatch_seconds import microbatch_seconds
+from pretrain.planning.seconds.time_parts import REMEDIES, TimePart
+from pretrain.planning.seconds.traffic import lookup_bytes_of_ways
+from pretrain.planning.seconds.update_seconds import seconds_after_backward
 
 
 @dataclass(frozen=True)

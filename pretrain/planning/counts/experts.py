@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megamem.config.model import ModelConfig, MoEConfig
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.pipeline_stages import Division, Stage
+from pretrain.planning.counts.pipeline_stages import Division, Stage
 
 _COUNT, _PROBABILITY = 8, 4
 

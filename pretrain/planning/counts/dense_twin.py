@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pretrain.config.keys import without_ineffective
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.equal_compute import FfnWidth, Measure, flops_measure, solve_ffn_width
+from pretrain.planning.counts.equal_compute import FfnWidth, Measure, flops_measure, solve_ffn_width
 
 
 @dataclass(frozen=True)

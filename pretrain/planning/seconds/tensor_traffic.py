@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from megamem.token_tables.config import ValuesConfig
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage
-from pretrain.planning.costs.traffic import follows_heads
+from pretrain.planning.counts.pipeline_stages import Blocks, Division, Stage
+from pretrain.planning.seconds.traffic import follows_heads
 
 
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:

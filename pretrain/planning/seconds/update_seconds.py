@@ -12,14 +12,14 @@ from pretrain.config.updates import (
     table_gradient_bytes,
     table_update,
 )
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.reductions import Weights, exposed, ring_s
-from pretrain.planning.costs.row_bytes import has_read_rows, replica_bytes, updated_elements
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.traffic import copies_bytes
-from pretrain.planning.costs.weights import reduced_tables, trained_dense, trained_tables
+from pretrain.planning.bytes.row_bytes import has_read_rows, replica_bytes, updated_elements
+from pretrain.planning.bytes.weights import reduced_tables, trained_dense, trained_tables
+from pretrain.planning.counts.matrices import num_elements
+from pretrain.planning.counts.pipeline_stages import Division, Stage
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.reductions import Weights, exposed, ring_s
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.traffic import copies_bytes
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""

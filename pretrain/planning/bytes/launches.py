@@ -5,10 +5,10 @@ from __future__ import annotations
 from parallel.layout import columns_meet_first
 from pretrain.config.context_ways import context_way
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.kept_streams import kept_streams
-from pretrain.planning.costs.pipeline_stages import Blocks, Stage
-from pretrain.planning.costs.row_bytes import has_scales
-from pretrain.planning.costs.row_seconds import num_additions
+from pretrain.planning.bytes.added_lookups import num_additions
+from pretrain.planning.bytes.kept_streams import kept_streams
+from pretrain.planning.bytes.row_bytes import has_scales
+from pretrain.planning.counts.pipeline_stages import Blocks, Stage
 
 LAUNCHES_DENSE = (11, 30)
 """Kernels of a block without its memory, forward and backward."""

@@ -18,10 +18,10 @@ from megamem.config.memory import Scoring
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.row_bytes import has_read_rows
-from pretrain.planning.costs.weights import trained_dense
+from pretrain.planning.bytes.row_bytes import has_read_rows
+from pretrain.planning.bytes.weights import trained_dense
+from pretrain.planning.counts.pipeline_stages import Division, Stage
+from pretrain.planning.seconds.hardware import Hardware
 
 
 class Weights(Enum):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.pipeline_stages import Stage
-from pretrain.planning.costs.row_bytes import has_read_rows
+from pretrain.planning.bytes.row_bytes import has_read_rows
+from pretrain.planning.counts.pipeline_stages import Stage
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:

@@ -16,8 +16,8 @@ from parallel.layout import coefficients_per_rank, columns_meet_first, halo_toke
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES
-from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
-from pretrain.planning.costs.row_bytes import copied_elements_read, has_read_rows
+from pretrain.planning.bytes.row_bytes import copied_elements_read, has_read_rows
+from pretrain.planning.counts.pipeline_stages import Division, FamilyInStage, Stage
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.block_kept import has_loss_in_chunks
-from pretrain.planning.costs.branch import branch_projection
-from pretrain.planning.costs.exchange_seconds import beside_backward, dispatch_s, exposed_exchange_s, memory_passes
-from pretrain.planning.costs.formulas import attended_flops, backward_flops
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.kept_streams import kept_streams
-from pretrain.planning.costs.launches import KERNELS_PER_LAUNCH, launches_of
-from pretrain.planning.costs.pipeline_stages import Blocks, Division, Stage
-from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK, state_bytes
-from pretrain.planning.costs.row_seconds import row_seconds
-from pretrain.planning.costs.tensor_traffic import tensor_bytes
-from pretrain.planning.costs.time_parts import TimePart
-from pretrain.planning.costs.traffic import context_bytes, halo_bytes
-from pretrain.planning.costs.weights import trained_dense
+from pretrain.planning.bytes.block_kept import has_loss_in_chunks
+from pretrain.planning.bytes.kept_streams import kept_streams
+from pretrain.planning.bytes.launches import KERNELS_PER_LAUNCH, launches_of
+from pretrain.planning.bytes.weights import trained_dense
+from pretrain.planning.counts.branch import branch_projection
+from pretrain.planning.counts.formulas import attended_flops, backward_flops
+from pretrain.planning.counts.pipeline_stages import Blocks, Division, Stage
+from pretrain.planning.counts.residual_streams import SITES_PER_BLOCK, state_bytes
+from pretrain.planning.seconds.exchange_seconds import beside_backward, dispatch_s, exposed_exchange_s, memory_passes
+from pretrain.planning.seconds.hardware import Hardware
+from pretrain.planning.seconds.row_seconds import row_seconds
+from pretrain.planning.seconds.tensor_traffic import tensor_bytes
+from pretrain.planning.seconds.time_parts import TimePart
+from pretrain.planning.seconds.traffic import context_bytes, halo_bytes
 
 _PASSES_OF_SITES = (5, 12)
 """Streams that a site reads or writes, forward and backward: for its maps, its input, and what it writes."""

@@ -11,13 +11,13 @@ from megamem.families.registry import family_of
 from megamem.placement.block_plan import paired_in_attention
 from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_kept, kept_beyond_whole_sequences
-from pretrain.planning.costs.experts import experts_kept
-from pretrain.planning.costs.kept_streams import kept_streams
-from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
-from pretrain.planning.costs.pipeline_stages import Blocks, FamilyInStage, Stage
-from pretrain.planning.costs.residual_streams import sites_kept, streams_bytes
-from pretrain.planning.costs.row_bytes import vectors_are_joined
+from pretrain.planning.bytes.kept_streams import kept_streams
+from pretrain.planning.bytes.memory_parts import MemoryPart, merged, total
+from pretrain.planning.bytes.row_bytes import vectors_are_joined
+from pretrain.planning.counts.attention import attention_kept, kept_beyond_whole_sequences
+from pretrain.planning.counts.experts import experts_kept
+from pretrain.planning.counts.pipeline_stages import Blocks, FamilyInStage, Stage
+from pretrain.planning.counts.residual_streams import sites_kept, streams_bytes
 
 
 def block_kept(

@@ -10,7 +10,7 @@ from megamem.config.model import LatentAttentionConfig, ModelConfig
 from megamem.placement.block_plan import BlockPlan, sum_over_blocks
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.residual_streams import num_norms
+from pretrain.planning.counts.residual_streams import num_norms
 
 
 def attention_weights(model: ModelConfig, block: BlockPlan) -> int:

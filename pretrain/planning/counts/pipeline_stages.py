@@ -17,11 +17,11 @@ from megamem.placement.sharing import BankSpec
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
-from pretrain.planning.costs.branch import branch_norms, branch_projection
-from pretrain.planning.costs.formulas import shared_parameters
-from pretrain.planning.costs.matrices import HiddenMatrices
-from pretrain.planning.costs.residual_streams import end_weights, last_norm, num_norms, site_weights
+from pretrain.planning.counts.attention import attention_biases, attention_weights, norm_weights, projected_twice
+from pretrain.planning.counts.branch import branch_norms, branch_projection
+from pretrain.planning.counts.formulas import shared_parameters
+from pretrain.planning.counts.matrices import HiddenMatrices
+from pretrain.planning.counts.residual_streams import end_weights, last_norm, num_norms, site_weights
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_backward
-from pretrain.planning.costs.block_kept import id_bytes
-from pretrain.planning.costs.experts import experts_backward
-from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
-from pretrain.planning.costs.pipeline_stages import FamilyInStage, Stage
-from pretrain.planning.costs.residual_streams import sites_passing
+from pretrain.planning.bytes.block_kept import id_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, merged, total
+from pretrain.planning.counts.attention import attention_backward
+from pretrain.planning.counts.experts import experts_backward
+from pretrain.planning.counts.pipeline_stages import FamilyInStage, Stage
+from pretrain.planning.counts.residual_streams import sites_passing
 
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""

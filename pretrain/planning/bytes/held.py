@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, held_table_gradient_bytes
-from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.memory_parts import MemoryPart
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.row_bytes import has_read_rows, lies_in_files
-from pretrain.planning.costs.state import dense_state, matrix_saving, table_state
-from pretrain.planning.costs.weights import local_dense, local_tables, trained_dense, trained_tables
+from pretrain.planning.bytes.memory_parts import MemoryPart
+from pretrain.planning.bytes.row_bytes import has_read_rows, lies_in_files
+from pretrain.planning.bytes.state import dense_state, matrix_saving, table_state
+from pretrain.planning.bytes.weights import local_dense, local_tables, trained_dense, trained_tables
+from pretrain.planning.counts.matrices import num_elements
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
 
 
 @dataclass(frozen=True)

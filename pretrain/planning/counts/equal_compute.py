@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megamem.config.model import ModelConfig
-from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.counts.formulas import count_parameters, forward_flops_per_token
 
 Measure = Callable[[ModelConfig], float]
 """Quantity to make equal, as a function of the model."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.block_kept import (
+from pretrain.planning.bytes.block_kept import (
     block_kept,
     core_kept,
     gradients_under_way,
@@ -15,14 +15,14 @@ from pretrain.planning.costs.block_kept import (
     one_with_memory,
     operands_of_joined,
 )
-from pretrain.planning.costs.block_passing import Passing, block_passing
-from pretrain.planning.costs.branch import kept_around_branch
-from pretrain.planning.costs.kept_streams import kept_streams
-from pretrain.planning.costs.launches import LAUNCHES_AHEAD, launches_of
-from pretrain.planning.costs.memory_parts import MemoryPart, merged, total
-from pretrain.planning.costs.pipeline_stages import Division, Stage
-from pretrain.planning.costs.residual_streams import end_kept, received_bytes, state_bytes, streams_bytes
-from pretrain.planning.costs.row_bytes import adding_bytes, fetched_bytes, has_read_rows
+from pretrain.planning.bytes.block_passing import Passing, block_passing
+from pretrain.planning.bytes.kept_streams import kept_streams
+from pretrain.planning.bytes.launches import LAUNCHES_AHEAD, launches_of
+from pretrain.planning.bytes.memory_parts import MemoryPart, merged, total
+from pretrain.planning.bytes.row_bytes import adding_bytes, fetched_bytes, has_read_rows
+from pretrain.planning.counts.branch import kept_around_branch
+from pretrain.planning.counts.pipeline_stages import Division, Stage
+from pretrain.planning.counts.residual_streams import end_kept, received_bytes, state_bytes, streams_bytes
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megamem.parameters.trained_part import TrainedPart
 from megamem.placement.block_plan import PLAIN, plan_blocks
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.pipeline_stages import Stage
-from pretrain.planning.costs.residual_streams import SITES_PER_BLOCK
+from pretrain.planning.counts.pipeline_stages import Stage
+from pretrain.planning.counts.residual_streams import SITES_PER_BLOCK
 
 
 @dataclass(frozen=True)

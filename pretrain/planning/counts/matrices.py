@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megamem.config.model import ModelConfig
 from megamem.layers.costs import LayerCosts
 from megamem.placement.block_plan import BlockPlan
-from pretrain.planning.costs.residual_streams import end_matrices, site_matrices
+from pretrain.planning.counts.residual_streams import end_matrices, site_matrices
 
 Shape = tuple[int, int]
 

@@ -6,8 +6,8 @@ from megamem.config.memory import MemoryConfig
 from megamem.config.model import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, MAIN_WEIGHT_BYTES, matrix_update, table_update
-from pretrain.planning.costs.matrices import num_elements
-from pretrain.planning.costs.pipeline_stages import stages_of
+from pretrain.planning.counts.matrices import num_elements
+from pretrain.planning.counts.pipeline_stages import stages_of
 
 
 def dense_state(config: RunConfig) -> float:

@@ -9,13 +9,13 @@ import math
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import ADAMW, GRADIENT_BYTES, MAIN_WEIGHT_BYTES
-from pretrain.planning.costs.activations import activations
-from pretrain.planning.costs.block_kept import gradients_under_way
-from pretrain.planning.costs.held import bytes_in_files, state_bytes
-from pretrain.planning.costs.memory_parts import MemoryPart, StageBytes, merged
-from pretrain.planning.costs.pipeline_stages import Division, Stage, stages_of
-from pretrain.planning.costs.row_bytes import fetched_bytes, has_files, has_read_rows, kept_bytes
-from pretrain.planning.costs.state import saved_by_matrices, stored_dense, stored_table
+from pretrain.planning.bytes.activations import activations
+from pretrain.planning.bytes.block_kept import gradients_under_way
+from pretrain.planning.bytes.held import bytes_in_files, state_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes, merged
+from pretrain.planning.bytes.row_bytes import fetched_bytes, has_files, has_read_rows, kept_bytes
+from pretrain.planning.bytes.state import saved_by_matrices, stored_dense, stored_table
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
 
 ITEM_BYTES = 1 << 26
 """Bytes that a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""

@@ -19,9 +19,9 @@ from megamem.placement.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.placement.placed import PlacedMemory
 from megamem.placement.spans import count_memory_layers
 from parallel.layout import padded_size
-from pretrain.planning.costs.attention import attention_biases, attention_weights, norm_weights, projected_twice
-from pretrain.planning.costs.branch import branch_norms, branch_projection
-from pretrain.planning.costs.residual_streams import end_flops, end_weights, last_norm, site_flops, site_weights
+from pretrain.planning.counts.attention import attention_biases, attention_weights, norm_weights, projected_twice
+from pretrain.planning.counts.branch import branch_norms, branch_projection
+from pretrain.planning.counts.residual_streams import end_flops, end_weights, last_norm, site_flops, site_weights
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")

@@ -18,7 +18,7 @@ from parallel.layout import coefficients_per_rank
 from pretrain.config.schedule import table_decay
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import keeps_files, keeps_rows
-from pretrain.planning.costs.pipeline_stages import Division, FamilyInStage, Stage
+from pretrain.planning.counts.pipeline_stages import Division, FamilyInStage, Stage
 
 _SUM = 4
 _COUNT = 4

@@ -1,7 +1,7 @@
 """Seconds that a rank's lookups take of its device memory: rows, their ids and coefficients, and gradients of tables.
 
 Rows count in whole granules of what DRAM moves at a time, but for popular ones, which the cache keeps; ids and coefficients as often as a kernel reads or writes
-them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
+them. What the ranks of the memory group send each other is in `pretrain.planning.seconds.traffic`.
 
 With parts of rows a rank has the ids and coefficients of all entries, and sorts all ids. Kernels pass over those whose
 rows others hold: they move no rows, and gradients of tables end where the rank's own entries do.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,14 +21,13 @@ from itertools import pairwise
 from kernels.common.device_bytes import GRANULE_BYTES, SECTOR_BYTES, radix_sort_bytes
 from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
-from megamem.config.memory import LookupShape
 from parallel.layout import coefficients_per_rank, columns_meet_first
-from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
-from pretrain.config.updates import GRADIENT_BYTES, keeps_rows, table_gradient_bytes
-from pretrain.planning.costs.hardware import Hardware
-from pretrain.planning.costs.pipeline_stages import FamilyInStage, Stage
-from pretrain.planning.costs.row_bytes import lookups_of_banks, most_joined, scaled_bytes
+from pretrain.config.updates import GRADIENT_BYTES, table_gradient_bytes
+from pretrain.planning.bytes.added_lookups import entries_of_lookup, lookups_in_backward
+from pretrain.planning.bytes.row_bytes import scaled_bytes
+from pretrain.planning.counts.pipeline_stages import FamilyInStage, Stage
+from pretrain.planning.seconds.hardware import Hardware
 
 _SORT_BYTES = radix_sort_bytes(4, 8, num_passes=4)
 """Bytes per entry of a sort by row (`kernels.segment_accumulate`): of ids of 32 bits, with their 64-bit places."""
@@ -78,42 +76,15 @@ def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware
     total = RowSeconds()
     for family in stage.families:
         again = config.train.recompute == "full" and not family.memory.reads_once
-        num_entries = _entries(config, family, tokens)
+        num_entries = entries_of_lookup(config, family, tokens)
         for bank_rows, number in Counter(family.lookups).items():
             total += number * _forward(config, family, bank_rows, num_entries, hardware)
-        for bank_rows, number, together in _backward_lookups(config, stage, family, tokens):
+        for bank_rows, number, together in lookups_in_backward(config, stage, family, tokens):
             both = _backward(config, family, bank_rows, num_entries, together, hardware)
             if again:
                 both += _forward(config, family, bank_rows, num_entries, hardware)
             total += number * both
     return total
-
-
-def num_additions(config: RunConfig, stage: Stage, tokens: int) -> float:
-    """Times that a microbatch's lookups are sorted and added up, with `tokens` on a rank."""
-    return sum(
-        number / together
-        for family in stage.families
-        for _, number, together in _backward_lookups(config, stage, family, tokens)
-    )
-
-
-def _backward_lookups(
-    config: RunConfig, stage: Stage, family: FamilyInStage, tokens: int
-) -> Iterator[tuple[int, int, float]]:
-    """Rows of a family's banks, lookups of banks of as many rows, and how many of a bank's are added up as one."""
-    num_entries, of_banks = _entries(config, family, tokens), dict(lookups_of_banks(stage, family))
-    for bank_rows, number in Counter(family.backward_lookups).items():
-        yield (
-            bank_rows,
-            number,
-            added_together(config, family.memory.lookup, num_entries, of_banks.get(bank_rows, number)),
-        )
-
-
-def _entries(config: RunConfig, family: FamilyInStage, tokens: int) -> int:
-    """Entries M of a lookup, with `tokens` on a rank."""
-    return config.parallel.memory * tokens * family.memory.lookup.rows
 
 
 def _forward(
@@ -172,19 +143,6 @@ def own_entries(config: RunConfig, num_entries: int, hardware: Hardware) -> floa
     if not hardware.row_skew:
         return mean
     return mean * next((busiest for most, busiest in BUSIEST.items() if parts <= most), max(BUSIEST.values()))
-
-
-def added_together(config: RunConfig, lookup: LookupShape, num_entries: int, num_lookups: float) -> float:
-    """Lookups of a bank that are added up as one.
-
-    Args:
-        lookup: reads of a token.
-        num_entries: entries of a lookup.
-        num_lookups: lookups of the bank in a backward pass over a microbatch.
-    """
-    if not keeps_rows(config.optimizer) and (memory_runs_beside(config) or config.train.recompute == "full"):
-        return 1
-    return most_joined(lookup, num_entries, num_lookups)
 
 
 def _backward(

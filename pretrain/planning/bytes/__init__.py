@@ -1,0 +1,1 @@
+"""Bytes that ranks hold, and kernels that they launch, by closed formulas."""

@@ -1,1 +1,0 @@
-"""Costs of models, layouts and steps, by closed formulas: parameters, operations, bytes read, sent and held."""

@@ -1,0 +1,1 @@
+"""Weights, operations and stages of a model, by closed formulas."""
