@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from parallel.processes.parent_death import signal_on_parent_death
+from tests.free_ports import free_ports
 from tests.patience import patience
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
@@ -126,7 +127,7 @@ class Cluster:
         assert len(f"{self._folder}/n1/n1_1000000.4294967291") <= _LONGEST_SOCKET, "use a folder with a shorter name"
         for name in ("munge", "state", *self.nodes):
             (self._folder / name).mkdir()
-        first_port = _free_ports(len(self.nodes) + 1)
+        first_port = free_ports(len(self.nodes) + 1)
         addresses = {
             node: f"127.0.0.{10 + i}" if self._namespaces else "127.0.0.1" for i, node in enumerate(self.nodes)
         }
@@ -272,19 +273,3 @@ def _can_unshare() -> bool:
     """True if nodes can have names and processes of their own."""
     inside = ("sh", "-c", "hostname node && mount --bind /etc/hostname /etc/hosts")
     return subprocess.run([*_NAMESPACES, *inside], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-
-
-def _free_ports(number: int) -> int:
-    """The first of so many ports in a row that nobody uses.
-
-    Test processes that start clusters at once have numbers of processes in a row: each looks at ports of its own first.
-    """
-    for first in range(21000 + os.getpid() * number % 9000, 32000, number):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + number):
-                    stack.enter_context(socket.socket()).bind(("0.0.0.0", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from commands import Command, Megamem, Start, checkpoint, steps
 
+from tests.free_ports import free_ports
 from tests.rotation import in_turn
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,7 @@ def test_what_one_rank_fails_at_ends_the_others(
     """Ranks that nobody watches over, as srun starts them. The others would wait for ten minutes."""
     if exit_code == 2:
         needs_no_gpu()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_ports()
 
     def started(rank: int, *more: str) -> Command:
         gpus = "0" if rank == 1 and exit_code == 2 else ""

@@ -23,6 +23,7 @@ import yaml
 from commands import TINY, Megamem, Start, wait_until
 from engine_stand_in import engine_stand_in
 
+from tests.free_ports import free_ports
 from tests.rotation import in_turn
 from tests.unit.data.chat_templates import QWEN, folder_of, without_generation
 from tests.unit.data.kinds_of_tokenizers import END
@@ -279,9 +280,7 @@ def answer_of(port: int, body: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def served(start: Start, run: Path, engine: str, folder: Path) -> Iterator[int]:
     """Port at which a server of the run's model listens while inside."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports()
     python = ENGINE if engine == "vllm" else sys.executable
 
     def as_outside() -> None:

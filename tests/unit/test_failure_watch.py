@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import parallel.processes.failure_watch as watch_module
 from parallel.processes.failure_watch import FailureWatch, failures_shared, tell_who_waits
 from parallel.processes.rank_errors import FailureKind, RankFailure
 from parallel.processes.ranks import RankEnvironment
+from tests.free_ports import free_ports
 
 WORLD_SIZE = 3
 
@@ -127,9 +127,7 @@ def test_an_orderly_end_tells_nobody(store: dist.Store) -> None:
 
 
 def test_where_nobody_listens_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports()
     monkeypatch.setattr(watch_module, "_WAIT_FOR_ANYBODY_S", 0.1)
     met: list[str] = []
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: met.append("tried") or iter([]))

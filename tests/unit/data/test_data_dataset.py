@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, train_bpe
 from pretrain.errors import DataError
+from tests.free_ports import free_ports
 
 
 def make(folder: Path, texts: list[str], name: str = "data", **options) -> DatasetEntry:
@@ -299,12 +299,6 @@ def test_blends_that_cannot_work(tmp_path: Path):
         check_blend([DatasetEntry(str(tmp_path / "none"))])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def build_on_rank(rank: int, port: int, entries: list[DatasetEntry], folder: Path, local_cache: bool) -> None:
     torch.set_num_threads(1)  # the parent may have had OpenMP threads, which a fork does not carry over
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -317,7 +311,7 @@ def build_on_rank(rank: int, port: int, entries: list[DatasetEntry], folder: Pat
 @pytest.mark.parametrize("local_cache", [False, True])
 def test_ranks_agree_with_shared_and_with_node_local_caches(tmp_path: Path, local_cache: bool):
     entries = [make(tmp_path, TEXTS, "a"), make(tmp_path, TEXTS[::-1], "b", weight=2.0)]
-    arguments = (free_port(), entries, tmp_path, local_cache)
+    arguments = (free_ports(), entries, tmp_path, local_cache)
     torch.multiprocessing.start_processes(build_on_rank, arguments, nprocs=2, start_method="fork")
     alone = rows(build(entries, tmp_path / "alone", num_samples=50))
     assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [alone, alone]
