@@ -63,7 +63,7 @@ def test_the_shipped_ways_add_alike_and_train_what_the_paper_trains() -> None:
 
 
 def test_the_second_file_changes_one_thing_at_a_time() -> None:
-    """Its tokens, and some of its ways, are the first file's."""
+    """Tokens, and some of its ways, are those of the first file."""
     base = load_config(FOLDER / "small.yaml", ["model.vocab_size=4096"])
     files = [read_growth(FOLDER / f"{name}.yaml") for name in ("growth", "growth_memory")]
     assert files[0].continued == files[1].continued
