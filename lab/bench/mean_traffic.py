@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pretrain.config.schema import RunConfig
-from pretrain.planning.counts.pipeline_stages import Division, stages_of
+from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
 from pretrain.planning.seconds.traffic import context_bytes, lookup_bytes_of_ways
+
+
+def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
+    """Bytes that a rank of a stage sends for all lookups of a microbatch, forward and backward."""
+    return sum(way.total for way in lookup_bytes_of_ways(config, stage, division))
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
@@ -13,9 +18,7 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
     Stages with more memory layers than others send more: this is their mean.
     """
     division = Division.of(config, num_ranks)
-    per_microbatch = sum(
-        way.total for stage in stages_of(config) for way in lookup_bytes_of_ways(config, stage, division)
-    )
+    per_microbatch = sum(lookup_bytes(config, stage, division) for stage in stages_of(config))
     return division.num_microbatches * per_microbatch // config.parallel.pipeline
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lab.bench.mean_traffic import lookup_bytes
 from pretrain.config.schema import RunConfig
 from pretrain.config.updates import GRADIENT_BYTES, ROW_WISE, table_gradient_bytes, table_update
 from pretrain.planning.bytes.row_bytes import (
@@ -23,7 +24,7 @@ from pretrain.planning.counts.experts import dispatched_bytes
 from pretrain.planning.counts.pipeline_stages import Division, Stage, stages_of
 from pretrain.planning.counts.residual_streams import state_bytes
 from pretrain.planning.seconds.tensor_traffic import tensor_bytes
-from pretrain.planning.seconds.traffic import context_bytes, copies_bytes, halo_bytes, lookup_bytes_of_ways
+from pretrain.planning.seconds.traffic import context_bytes, copies_bytes, halo_bytes
 from pretrain.planning.seconds.update_seconds import pieces_of_experts, pieces_of_matrices
 
 _ROW_SUM = _SCORE = 4
@@ -79,7 +80,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
         return num_bytes * (size - 1) / size
 
     return StageSent(
-        memory=m * (_lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
+        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division))
         + ids_ahead_bytes(config, division)
         + _ranked_bytes(config, stage, division),
         context=m * (context_bytes(config, stage) + halo.ids + halo.hidden * (along == "context")),
@@ -94,11 +95,6 @@ def _sent(config: RunConfig, stage: Stage, division: Division) -> StageSent:
         matrices=pieces_of_matrices(config, stage, division) + pieces_of_experts(config, stage, division),
         copies=copies_bytes(config, stage, division),
     )
-
-
-def _lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
-    """Bytes of all lookups of a microbatch, forward and backward."""
-    return sum(way.total for way in lookup_bytes_of_ways(config, stage, division))
 
 
 def ids_ahead_bytes(config: RunConfig, division: Division) -> float:
