@@ -32,7 +32,7 @@ WRITERS: dict[str, str] = {
     "upscale": "{place}/run --blocks 1 --insert llama-pro --output {place}/made",
     "plot": "{place}/run",
     "report": "{place}/run",
-    "plan": "{repository}/configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h100-80g --write {place}/made.yaml",
+    "plan": "{repository}/configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h100-80g --count 0 --write {place}/made.yaml",
 }
 """Commands that write, each with arguments that make it write into the place, the earlier the cheaper."""
 

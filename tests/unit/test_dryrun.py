@@ -31,6 +31,7 @@ from pretrain.planning.bytes.memory_parts import STATE_PARTS, MemoryPart, StageB
 from pretrain.planning.bytes.row_bytes import fetched_bytes
 from pretrain.planning.counts.formulas import count_parameters
 from pretrain.planning.counts.pipeline_stages import Division, stages_of
+from pretrain.planning.dryrun.fewest_microbatches import with_fewest_microbatches
 from pretrain.planning.dryrun.parts import BY_MODULE, part_of_module
 from pretrain.planning.seconds.traffic import context_bytes, lookup_bytes_of_ways
 from tests.deadline import launch_within
@@ -41,12 +42,14 @@ from tests.unit.dry_runs import (
     CUT,
     FILED,
     IN_FILES,
+    INTERLEAVED,
     LAUNCHED_STREAMS,
     LONGER,
     MEMORY,
     MIXTURE,
     PARTS,
     QUERIED,
+    READ_TOGETHER,
     REAL,
     SPLIT,
     WORLD,
@@ -269,6 +272,39 @@ def test_a_real_rank_allocates_what_a_dry_one_does(reports: dict[str, list[Any]]
         assert held == pytest.approx(stage.held, rel=0.02)
         assert peak == pytest.approx(report.peak_of_step.total, rel=0.1)
         assert peak == pytest.approx(stage.total, rel=0.1)
+
+
+REPEATED = {
+    "one stage": replace(SPLIT, parallel=ParallelConfig(memory=2), train=replace(SPLIT.train, recompute="none")),
+    "values of each token": replace(READ_TOGETHER, optimizer=OptimizerConfig()),
+    "two stages": replace(SPLIT, parallel=replace(SPLIT.parallel, pipeline=2)),
+    "interleaved": INTERLEAVED,
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_few_microbatches_hold_at_once_what_all_of_them_do(name: str) -> None:
+    """But for the loss and the number of tokens of each that was left out, fp32 and int64 with what aligns them."""
+    config = REPEATED[name]
+    sequences = config.train.micro_batch_size * Division.of(config, WORLD).replicas
+    whole = replace(config, train=replace(config.train, global_batch_size=12 * sequences))
+    few = with_fewest_microbatches(whole, WORLD)
+    left_out = 12 - Division.of(few, WORLD).num_microbatches
+    assert left_out >= 6
+
+    def main() -> list[list[Any]]:
+        return [of_all_stages(config, WORLD, as_gpu=True) for config in (whole, few)]
+
+    (found,) = launch_within(main, 1, timeout_s=280, num_threads=1)
+    for of_all, of_few in zip(*found, strict=True):
+        assert 0 <= of_all.peak_of_step.total - of_few.peak_of_step.total <= 16 * left_out
+
+
+def test_steps_that_keep_what_each_microbatch_read_stay_whole() -> None:
+    by_rows = replace(SPLIT, optimizer=OptimizerConfig(tables="row_wise", table_gradients="rows"))
+    for config in (IN_FILES, by_rows, *PARTS.values()):
+        whole = replace(config, train=replace(config.train, global_batch_size=64 * config.train.global_batch_size))
+        assert with_fewest_microbatches(whole, WORLD) == whole
 
 
 def test_what_a_dry_run_cannot_follow_is_refused() -> None:

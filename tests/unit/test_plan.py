@@ -21,6 +21,7 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.bytes.activations import in_flight
 from pretrain.planning.bytes.memory import stage_bytes
+from pretrain.planning.bytes.memory_parts import MemoryPart
 from pretrain.planning.counts.dense_twin import dense_twin
 from pretrain.planning.counts.formulas import (
     count_parameters,
@@ -29,13 +30,14 @@ from pretrain.planning.counts.formulas import (
     training_flops_per_token,
 )
 from pretrain.planning.counts.pipeline_stages import Division
+from pretrain.planning.dryrun.fewest_microbatches import with_fewest_microbatches
 from pretrain.planning.seconds.checkpoints import checkpoint_costs
 from pretrain.planning.seconds.hardware import FOLDER, Hardware, load_hardware
 from pretrain.planning.seconds.time_parts import TimePart
 from pretrain.planning.seconds.timing import step_time
 from tests.rotation import in_rotation, in_turn
 from tools import cli
-from tools.plan.command import with_counts
+from tools.plan.counted import reason_not_to_count, with_counts
 from tools.plan.layouts import (
     Estimate,
     all_estimates,
@@ -169,7 +171,9 @@ def test_layouts_of_several_streams_mix_them_again_or_not(tmp_path: Path, capsys
     assert of_two_blocks.predicted_bytes < at_every_site.predicted_bytes
     assert at_every_site.time.total_s < of_two_blocks.time.total_s < 1.03 * at_every_site.time.total_s
     target = tmp_path / "best.yaml"
-    assert cli.main(["plan", str(path), "--gpus", "256", "--gpu", "h100-80g", "--write", str(target)]) == 0
+    assert (
+        cli.main(["plan", str(path), "--gpus", "256", "--gpu", "h100-80g", "--write", str(target), "--count", "0"]) == 0
+    )
     out = capsys.readouterr().out
     assert re.search(r"days  streams of\n", out)
     assert {"a site", "2 blocks", "4 blocks"} <= set(re.findall(r"(a site|[24] blocks)$", out, re.MULTILINE))
@@ -201,7 +205,20 @@ def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     config = load_config(SMALL)
     assert not estimate(config, 8, H100).fits(H100)
     target, picture = tmp_path / "best.yaml", tmp_path / "best.svg"
-    words = ["plan", str(SMALL), "--gpus", "8", "--gpu", "h100-80g", "--write", str(target), "--plot", str(picture)]
+    words = [
+        "plan",
+        str(SMALL),
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100-80g",
+        "--write",
+        str(target),
+        "--plot",
+        str(picture),
+        "--count",
+        "0",
+    ]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "As written it does not fit: a rank of stage" in out
@@ -218,11 +235,14 @@ def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     assert "table gradients" in picture.read_text(encoding="utf-8")
 
 
-def test_a_layout_of_a_dense_model_is_written_as_it_is_read(tmp_path: Path) -> None:
-    """It has no tables to split."""
+def test_a_layout_of_a_dense_model_is_written_as_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no tables to split, and is counted on a machine without Triton."""
     dense, target = tmp_path / "dense.yaml", tmp_path / "best.yaml"
     dense.write_text("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 512}")
     assert cli.main(["plan", str(dense), "--gpus", "4", "--gpu", "h100-80g", "--write", str(target)]) == 0
+    assert re.search(
+        r"^Memory of stage 0, the fullest of 1 .* planned +counted$", capsys.readouterr().out, re.MULTILINE
+    )
     assert load_config(target).model == load_config(dense).model
     assert "memory" not in yaml.safe_load(target.read_text())["parallel"]
 
@@ -239,7 +259,9 @@ def test_the_page_names_the_fastest_layout_on_eight_gpus() -> None:
 
 
 def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(SMALL), "--gpus", "8", "--gpu", "h200-141g", "--top", "3", "--json"]) == 0
+    assert (
+        cli.main(["plan", str(SMALL), "--gpus", "8", "--gpu", "h200-141g", "--top", "3", "--json", "--count", "0"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [each["recommended"] for each in found].count(True) == 1
     assert [each["step_s"] for each in found[:3]] == sorted(each["step_s"] for each in found[:3])
@@ -268,32 +290,89 @@ def test_what_is_recommended_is_the_smallest_of_the_fast_ones(on_sixteen: list[E
     assert recommended(found, replace(H100, memory_gb=8.0)) is None
 
 
+class Counts:
+    """Dry runs that find these bytes, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *totals: float) -> None:
+        self.asked: list[tuple[RunConfig, int, list[int]]] = []
+        self._totals = iter(totals)
+        monkeypatch.setattr("pretrain.planning.dryrun.rank.dry_run", self._dry_run)
+        monkeypatch.setattr("tools.plan.counted.hide_gpus", lambda: None)
+
+    def _dry_run(
+        self, config: RunConfig, world_size: int, ranks: list[int], *, as_gpu: bool
+    ) -> Iterator[SimpleNamespace]:
+        assert as_gpu
+        self.asked.append((config, world_size, ranks))
+        yield SimpleNamespace(peak_of_step=SimpleNamespace(by_part={MemoryPart.TABLES: next(self._totals)}))
+
+
 def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(
     on_sixteen: list[Estimate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one is counted in its place, then the fastest that are not counted yet."""
-    asked, counts = [], iter([1e12, 5e9, 6e9])
-
-    def dry_run(config: RunConfig, world_size: int, ranks: list[int], *, as_gpu: bool) -> Iterator[SimpleNamespace]:
-        assert as_gpu
-        asked.append((config, world_size, ranks))
-        yield SimpleNamespace(peak_of_step=SimpleNamespace(total=next(counts)))
-
-    monkeypatch.setattr("pretrain.planning.dryrun.rank.dry_run", dry_run)
-    monkeypatch.setattr("tools.plan.command.hide_gpus", lambda: None)
-    found = on_sixteen
+    counts, found = Counts(monkeypatch, 1e12, 5e9, 6e9), on_sixteen
     first = recommended(found, H100)
     counted = with_counts(found, 3, 16, H100)
     best = recommended(counted, H100)
     assert first is not None
     assert best is not None
-    assert [each.counted_bytes for each in counted if each.config is first.config] == [1e12]
-    assert (best.config, best.counted_bytes) == (asked[1][0], 5e9)
+    assert [each.peak_bytes for each in counted if each.config is first.config] == [1e12]
+    assert best.counted == {MemoryPart.TABLES: 5e9}
     third = next(e for e in found if e.fits(H100) and e.config not in (first.config, best.config))
-    assert [config for config, *_ in asked] == [first.config, best.config, third.config]
-    for config, world_size, ranks in asked:
+    in_turn = (first.config, best.config, third.config)
+    assert [config for config, *_ in counts.asked] == [with_fewest_microbatches(config, 16) for config in in_turn]
+    for config, (_, world_size, ranks) in zip(in_turn, counts.asked, strict=True):
         held = [stage.total for stage in stage_bytes(config, 16)]
         assert (world_size, ranks) == (16, [held.index(max(held)) * 16 // config.parallel.pipeline])
+
+
+def test_counting_goes_on_until_what_is_recommended_has_been_counted(
+    on_sixteen: list[Estimate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counts(monkeypatch, 1e12, 1e12, 7e9)
+    counted = with_counts(on_sixteen, 1, 16, H100)
+    best = recommended(counted, H100)
+    assert best is not None
+    assert (len(counts.asked), best.peak_bytes) == (3, 7e9)
+    # And where nothing is left that might fit, it ends.
+    none = with_counts([on_sixteen[-1]], 1, 16, replace(H100, memory_gb=8.0))
+    assert (none, len(counts.asked)) == ([on_sixteen[-1]], 3)
+
+
+def test_what_does_not_fit_as_counted_is_told_by_counted_parts(on_sixteen: list[Estimate]) -> None:
+    found = replace(on_sixteen[0], counted={MemoryPart.LOSS: 90e9, MemoryPart.TABLES: 10e9})
+    said = too_large(found, H100)
+    assert "would hold 100.0 GB at its peak, as a dry run counts them, of which logits and loss 90.0 GB" in said
+    assert "train.loss_chunk_tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), None),
+        (
+            ("optimizer.tables=row_wise", "optimizer.table_gradients=rows"),
+            r"a step of \d+ microbatches takes some \d+ minutes to count \(--count 1 does\)",
+        ),
+    ],
+    ids=["dense gradients", "gradients of rows"],
+)
+def test_a_dry_run_of_minutes_is_not_made_unasked(overrides: tuple[str, ...], reason: str | None) -> None:
+    found = [estimate(load_config(SMALL, ["train.micro_batch_size=1", *overrides]), 8, replace(H100, memory_gb=1e4))]
+    said = reason_not_to_count(found, 8, replace(H100, memory_gb=1e4))
+    assert (said is None) == (reason is None)
+    assert reason is None or re.fullmatch(reason, said or "")
+
+
+def test_a_machine_without_triton_plans_and_says_that_nothing_was_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tools.plan.counted.find_spec", lambda name: None)
+    assert cli.main(["plan", str(SMALL), "--gpus", "8", "--gpu", "h200-141g", "--as-written"]) == 0
+    out, err = capsys.readouterr()
+    assert "Not counted by a dry run: triton is not installed" in err
+    assert "counted" not in out
 
 
 def test_host_memory_limits_what_is_stepped_and_saved_there() -> None:
@@ -370,7 +449,7 @@ def test_cheaper_state_of_tables_is_proposed_where_nothing_else_fits(capsys: pyt
     said = " ".join(capsys.readouterr().err.split())
     found = re.search(rf"It fits with {' '.join(keys)}, which takes ([\d.]+) GB", said)
     assert found is not None
-    assert cli.main(["plan", model, *keys, "--gpus", "1", "--gpu", "h100-80g", "--json"]) == 0
+    assert cli.main(["plan", model, *keys, "--gpus", "1", "--gpu", "h100-80g", "--json", "--count", "0"]) == 0
     (best,) = [each for each in json.loads(capsys.readouterr().out) if each["recommended"]]
     assert f"{max(stage['total_bytes'] for stage in best['stages']) / 1e9:.1f}" == found[1]
 
@@ -388,7 +467,7 @@ def test_a_file_for_few_gpus_is_what_its_command_writes(
     program, *words, target = shlex.split(said.partition(": ")[2])
     assert (program, target) == ("megamem", str(path.relative_to(REPOSITORY)))
     assert words[words.index("--gpus") + 1] == str(num_gpus)
-    assert cli.main([*words, str(tmp_path / path.name)]) == 0
+    assert cli.main([*words, str(tmp_path / path.name), "--count", "0"]) == 0
     config = load_config(path)
     assert load_config(tmp_path / path.name) == config
     assert estimate(config, num_gpus, load_hardware("h100-80g")).peak_bytes < 76e9

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import shlex
+import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from parallel.machine.atomic_write import atomic_write
-from parallel.machine.devices import hide_gpus
 from parallel.machine.refusals import check_can_write
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
@@ -34,6 +34,7 @@ from pretrain.planning.seconds.hardware import Hardware, load_hardware
 from pretrain.progress import Progress
 from tools.common.parsers import add_command, add_config, add_stage
 from tools.common.vocabulary import with_vocabulary_of_data
+from tools.plan.counted import reason_not_to_count, with_counts
 from tools.plan.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from tools.plan.report import as_json, details, table
 
@@ -43,8 +44,8 @@ examples:
   megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g --count 3
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h200-141g --write 25b_8.yaml --plot 25b_8.svg
 
-docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose,
-and --count those of the best layouts before one is recommended.
+docs/planning.md says what is estimated, and how well. What is recommended has been dry-run; `megamem dryrun` counts the
+bytes of the layout that you choose.
 """
 
 _MOST_SKEW = 2.0
@@ -78,10 +79,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--count",
         type=int,
-        default=0,
         metavar="K",
         help="dry-run the fullest stages of K layouts and count their bytes: the recommended layout first, then the "
-        "fastest; half a minute of one core each for the largest models (default: 0)",
+        "fastest; some 10 s of one core for the first, and 5 s for each other (default: 1; 0: none)",
     )
     parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -107,7 +107,7 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
     if args.gpus > _MOST_GPUS:
         raise ConfigError(f"--gpus is {args.gpus}: layouts are searched for {_MOST_GPUS} GPUs at most")
-    if args.count < 0:
+    if args.count is not None and args.count < 0:
         raise ConfigError(f"--count is {args.count}: the layouts that are dry-run are 0 or more")
     hardware = load_hardware(args.gpu)
     if args.skew is not None:
@@ -151,8 +151,10 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
         found = [written]
     else:
         found = _all(config, args.gpus, hardware)
-    if args.count:
-        found = with_counts(found, args.count, args.gpus, hardware)
+    if args.count is None and (reason := reason_not_to_count(found, args.gpus, hardware)) is not None:
+        print(f"Not counted by a dry run: {reason}.", file=sys.stderr)
+    elif args.count != 0:
+        found = with_counts(found, 1 if args.count is None else args.count, args.gpus, hardware)
     best = recommended(found, hardware)
     if best is None:
         if not found:
@@ -209,33 +211,6 @@ def _remedy(config: RunConfig, num_gpus: int, hardware: Hardware) -> str:
             said = " ".join(f"optimizer.{key}={value}" for key, value in keys.items())
             return f". It fits with {said}, which takes {best.peak_bytes / 1e9:,.1f} GB (docs/memory-parallel.md)"
     return ""
-
-
-def with_counts(found: list[Estimate], count: int, num_gpus: int, hardware: Hardware) -> list[Estimate]:
-    """The estimates, some of them with the bytes that dry runs count.
-
-    The recommended one comes first, and the next that is recommended if it does not fit after all; then the fastest.
-    """
-    # The stand-in for CUDA wants a machine without, and nothing is computed.
-    hide_gpus()
-    from pretrain.planning.dryrun.rank import dry_run
-
-    found = list(found)
-    with Progress("dry run", total=count, leave=False) as progress:
-        for _ in range(count):
-            fitting = [each for each in found if each.fits(hardware)]
-            best = recommended(fitting, hardware)
-            # Of a list of estimates in order of their times.
-            candidates = [each for each in (best, *fitting) if each is not None and each.counted_bytes is None]
-            if not candidates:
-                break
-            chosen = candidates[0]
-            rank = chosen.fullest_stage * (num_gpus // chosen.config.parallel.pipeline)
-            (report,) = dry_run(chosen.config, num_gpus, [rank], as_gpu=True)
-            counted = replace(chosen, counted_bytes=float(report.peak_of_step.total))
-            found = [counted if each is chosen else each for each in found]
-            progress.update(1)
-    return found
 
 
 def _smallest(found: list[Estimate]) -> Estimate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -16,7 +16,7 @@ from pretrain.config.settled import settled
 from pretrain.config.updates import ADAMW, table_update
 from pretrain.config.validate import batch_problems
 from pretrain.planning.bytes.memory import stage_bytes
-from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes
+from pretrain.planning.bytes.memory_parts import MemoryPart, StageBytes, total
 from pretrain.planning.seconds.hardware import Hardware
 from pretrain.planning.seconds.timing import StepTime, step_time
 
@@ -34,13 +34,13 @@ class Estimate:
     """One layout: its configuration, bytes of a rank of every stage, and its step.
 
     Attributes:
-        counted_bytes: device bytes of a rank of the fullest stage at the peak of a step, if a dry run counted them.
+        counted: device bytes by part of a rank of the fullest stage at the peak of a step, if a dry run counted them.
     """
 
     config: RunConfig
     stages: tuple[StageBytes, ...]
     time: StepTime
-    counted_bytes: float | None = None
+    counted: Mapping[MemoryPart, float] | None = None
 
     @property
     def fullest_stage(self) -> int:
@@ -54,7 +54,7 @@ class Estimate:
     @property
     def peak_bytes(self) -> float:
         """Device bytes of a rank of the fullest stage at the peak of a step: counted by a dry run, or predicted."""
-        return self.predicted_bytes if self.counted_bytes is None else self.counted_bytes
+        return self.predicted_bytes if self.counted is None else total(self.counted)
 
     @property
     def host_bytes(self) -> float:
@@ -220,10 +220,11 @@ def too_large(found: Estimate, hardware: Hardware) -> str:
             f"is {hardware.host_bytes / 1e9:,.1f} GB: use more GPUs, optimizer.value_offload: none, or "
             "checkpoint.asynchronous: false"
         )
-    part, num_bytes = max(stage.by_part.items(), key=lambda item: item[1])
+    by_part, said = (stage.by_part, "") if found.counted is None else (found.counted, ", as a dry run counts them")
+    part, num_bytes = max(by_part.items(), key=lambda item: item[1])
     help_ = _HELP.get(part, "use train.recompute: full or a smaller train.micro_batch_size, or raise parallel.tensor")
     return (
-        f"a rank of stage {found.fullest_stage} would hold {stage.total / 1e9:,.1f} GB at its peak, of which {part} "
-        f"{num_bytes / 1e9:,.1f} GB, and a GPU has {hardware.usable_bytes / 1e9:,.1f} GB for tensors "
+        f"a rank of stage {found.fullest_stage} would hold {found.peak_bytes / 1e9:,.1f} GB at its peak{said}, of which "
+        f"{part} {num_bytes / 1e9:,.1f} GB, and a GPU has {hardware.usable_bytes / 1e9:,.1f} GB for tensors "
         f"({hardware.memory_gb:g} GB less {hardware.reserve_gb:g} GB in reserve): {help_}"
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pretrain.config.schema import TrainConfig
 from pretrain.config.source import dump_inline
 from pretrain.planning.bytes.launches import launches_of
+from pretrain.planning.bytes.memory_parts import total
 from pretrain.planning.counts.dense_twin import dense_twin
 from pretrain.planning.counts.pipeline_stages import Division, stages_of
 from pretrain.planning.seconds.checkpoints import checkpoint_costs
@@ -39,7 +40,7 @@ _WIDTHS = (4, 4, 4, 4, 6, 5, 3, 6, 10, 8, 7, 8, 12, 7, 7)
 
 def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[str]:
     """The layouts, a line each, with what dry runs counted of some."""
-    counted = any(each.counted_bytes is not None for each in found)
+    counted = any(each.counted is not None for each in found)
     has_streams = any(each.config.model.residual_streams is not None for each in found)
     yield f"{num_found:,} layouts on {num_gpus} GPUs; the fastest that fit:"
     heads = "".join(f"{head:>{width}}" for head, width in zip(_HEAD, _WIDTHS, strict=True))
@@ -65,7 +66,7 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
         )
         line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
         line += f"{_kept_streams(train):>12}" if has_streams else ""
-        yield line if each.counted_bytes is None else f"{line}{each.counted_bytes / 1e9:>12.1f}"
+        yield line if each.counted is None else f"{line}{each.peak_bytes / 1e9:>12.1f}"
 
 
 def _kept_streams(train: TrainConfig) -> str:
@@ -84,13 +85,7 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
     )
     yield f"{division.num_microbatches} microbatches per step and rank; the numbers are of one GPU."
     yield ""
-    yield f"Memory of stage {best.fullest_stage}, the fullest of {len(best.stages)} (GB of {hardware.usable_bytes / 1e9:.0f}):"
-    for part, num_bytes in sorted(stage.by_part.items(), key=lambda item: -item[1]):
-        if num_bytes >= 1e6:
-            yield f"  {part.value:52}{num_bytes / 1e9:>9.2f}"
-    yield f"  {'in all':52}{stage.total / 1e9:>9.2f}"
-    if best.counted_bytes is not None:
-        yield f"  {'in all, as a dry run counts it':52}{best.counted_bytes / 1e9:>9.2f}"
+    yield from _memory_of(best, hardware)
     yield f"  {'a save adds on the device':52}{0:>9.2f}"
     yield f"  {'in host memory: tables stepped there':52}{stage.host_tables / 1e9:>9.2f}"
     yield f"  {'in host memory: a save':52}{stage.save / 1e9:>9.2f}"
@@ -134,6 +129,23 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
     yield from twin_text(best, num_gpus, hardware)
 
 
+def _memory_of(best: Estimate, hardware: Hardware) -> Iterator[str]:
+    """Bytes of the fullest stage by part, the largest first: as planned, and as counted if a dry run counted them."""
+    planned, counted = best.stages[best.fullest_stage].by_part, best.counted
+    what = f"Memory of stage {best.fullest_stage}, the fullest of {len(best.stages)} (GB of {hardware.usable_bytes / 1e9:.0f}):"
+    yield what if counted is None else f"{what:54}{'planned':>9}{'counted':>9}"
+    columns = (planned,) if counted is None else (planned, counted)
+
+    def line(name: str, numbers: Iterable[float]) -> str:
+        return f"  {name:52}" + "".join(f"{number / 1e9:>9.2f}" for number in numbers)
+
+    parts = {part: [column.get(part, 0.0) for column in columns] for column in columns for part in column}
+    for part, numbers in sorted(parts.items(), key=lambda item: -item[1][-1]):
+        if max(numbers) >= 1e7:
+            yield line(part.value, numbers)
+    yield line("in all", map(total, columns))
+
+
 def _assumed(best: Estimate, hardware: Hardware) -> tuple[str, ...]:
     return assumptions(best.config, stages_of(best.config)[best.time.slowest_stage], hardware)
 
@@ -170,7 +182,9 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
         "overrides": each.overrides,
         "data_parallel": Division.of(each.config, num_gpus).replicas,
         "fits": each.fits(hardware),
-        "counted_bytes": each.counted_bytes,
+        "counted_bytes": None
+        if each.counted is None
+        else {part.value: number for part, number in each.counted.items()},
         "stages": [
             {
                 "bytes": {part.value: num_bytes for part, num_bytes in stage.by_part.items()},

@@ -354,7 +354,19 @@ def test_a_plan_is_written_with_the_size_that_it_was_made_for(
     for base in (write(tmp_path, "base.yaml", BASE), EXAMPLE):
         overrides = ["model.size=30m", "model.vocab_size=999"]
         written = tmp_path / f"plan_{base.name}"
-        words = ["plan", str(base), *overrides, "--gpus", "2", "--gpu", "h100-80g", "--write", str(written)]
+        words = [
+            "plan",
+            str(base),
+            *overrides,
+            "--gpus",
+            "2",
+            "--gpu",
+            "h100-80g",
+            "--write",
+            str(written),
+            "--count",
+            "0",
+        ]
         assert cli.main(words) == 0, capsys.readouterr().err
         planned, wanted = load_config(written), load_config(base, overrides)
         assert planned.model == wanted.model
