@@ -107,10 +107,8 @@ def refusal(error: BaseException) -> Refusal | None:
     return Refusal(f"{_shortened(thing)} {what} ({reason}): {fix}{notes}", kind.exit_code)
 
 
-def describe_error(error: BaseException, thing: object = None) -> str:
-    """An error in a line: see `refusal`; of another one its own text. `thing` is what it is about, where it names none."""
-    if thing is not None and isinstance(error, OSError) and error.filename is None:
-        error.filename = str(thing)
+def describe_error(error: BaseException) -> str:
+    """An error in a line: see `refusal`; of another one its own text."""
     found = refusal(error)
     return str(error) or type(error).__name__ if found is None else found.message
 

@@ -61,9 +61,9 @@ class Estimate:
         """Host bytes of the rank that takes most of them while it saves."""
         return max(stage.host for stage in self.stages)
 
-    def fits(self, hardware: Hardware, *, share: float = 1.0) -> bool:
-        """Tell whether device and host memory suffice, with `share` of what tensors may take on the device."""
-        return self.peak_bytes <= share * hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
+    def fits(self, hardware: Hardware) -> bool:
+        """Tell whether device and host memory suffice."""
+        return self.peak_bytes <= hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
 
     @property
     def days(self) -> float:
