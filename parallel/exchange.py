@@ -169,9 +169,12 @@ def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
     per_score = exchange.column_parts * num_own // num_scores
 
     def spread(coef: Tensor) -> Tensor:
-        if exchange.row_parts > 1:
-            return by_column(exchange.gather(coef))[exchange.group.rank() % exchange.column_parts].contiguous()
-        return exchange.to_columns(by_column(coef).contiguous())
+        if exchange.row_parts == 1:
+            return exchange.to_columns(by_column(coef).contiguous())
+        # Its own slices of what all have: those of all ranks would take G / R times as many bytes.
+        first = exchange.group.rank() % exchange.column_parts * num_own
+        of_all = exchange.gather(coef)
+        return torch.stack([of_all[..., index // per_score] for index in range(first, first + num_own)], -1)
 
     def by_column(coef: Tensor) -> Tensor:
         of_slices = coef.unsqueeze(3).expand(-1, -1, -1, per_score)

@@ -330,10 +330,17 @@ _IN_TURN = {
     "latents, of queries too": QUERIES_TOO,
     "latents, partly trained": PARTLY_TRAINED,
 }
+# Coefficients of many columns, of which a rank needs its own alone.
+MANY_COLUMNS = replace(
+    SPLIT,
+    parallel=ParallelConfig(memory=64, memory_rows=2),
+    train=replace(SPLIT.train, recompute="none", global_batch_size=128),
+)
 CONFIGS = {
     # Tests ask for these by name, beside what plans predict of each.
     "split": LONGER,
     "offloaded": OFFLOADED,
+    "many columns": MANY_COLUMNS,
     **CUT,
     # No other case projects latents again.
     "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
