@@ -16,7 +16,7 @@ LAUNCHES_MEMORY = (28, 67)
 """Kernels of a memory layer with a split table, forward and backward."""
 LAUNCHES_ADDITION = 25
 """Kernels of these that sort a lookup's entries and add them up: none for a lookup that is added up as one with another."""
-LAUNCHES_ROW_PARTS = (3, 4)
+LAUNCHES_ROW_PARTS = (2, 4)
 """Kernels that parts of the rows add to such a layer: places in the part, sums of the parts."""
 LAUNCHES_MEETING = (3, 1)
 """Kernels that columns which meet first add to these: shares of the tokens are cut, and sums added up twice."""
