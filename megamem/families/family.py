@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=MemoryConfig)
 
 
-def _none_shared(memory: MemoryConfig, hidden_size: int) -> int:
+def _none_shared(memory: MemoryConfig, *sizes: int) -> int:
     return 0
 
 
@@ -45,7 +45,8 @@ class Family(Generic[C]):
             code has such layers. None: there is none.
         shared_read_path: path `module:Class` of what the layers of a chunk read together, if they do.
         shared_parameters: parameters of the shared read, in a model of this hidden size, besides the table.
-        shared_kept_wide: fp32 elements per token that backward of that needs, besides its sums of rows.
+        shared_kept: bytes per token that backward of that needs, besides its sums of rows, in a model of this hidden size
+            with elements of so many bytes.
     """
 
     config: type[C]
@@ -57,7 +58,7 @@ class Family(Generic[C]):
     released_module: Callable[[PlacedMemory, ModelConfig], ReleasedModule] | None = None
     shared_read_path: str | None = None
     shared_parameters: Callable[[C, int], int] = _none_shared
-    shared_kept_wide: Callable[[C, int], int] = _none_shared
+    shared_kept: Callable[[C, int, int], int] = _none_shared
 
     @property
     def kind(self) -> str:

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from kernels.select import Kernels
 from megamem.banks.bank import TableLookup
 from megamem.chunk.inputs import Inputs
 from megamem.config.memory import MemoryConfig
@@ -32,6 +33,7 @@ class SharedRead(MegatronModule):
         memory: MemoryConfig,
         lookup: TableLookup,
         *,
+        kernels: Kernels,
         copy: Copy,
         tensor_group: torch.distributed.ProcessGroup,
         data_group: torch.distributed.ProcessGroup,
@@ -41,12 +43,13 @@ class SharedRead(MegatronModule):
         Args:
             memory: config of the layers' family.
             lookup: the bank that they share.
+            kernels: kernels of norms.
             copy: place of this copy among the stages' copies.
             tensor_group: ranks that hold the weights too, and other tokens of the microbatch.
             data_group: ranks that hold the weights too, and other microbatches or slices of them.
         """
         super().__init__(config=config)
-        self.memory, self.lookup, self.copy = memory, lookup, copy
+        self.memory, self.lookup, self.kernels, self.copy = memory, lookup, kernels, copy
         self.epsilon = config.layernorm_epsilon
         self._replica_id = (copy.index, tensor_group.rank(), data_group.rank())
         self._build(config.hidden_size)

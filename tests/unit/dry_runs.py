@@ -306,6 +306,11 @@ _IN_TURN = {
     "skipping": SKIPPING,
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
+    "read together, recomputed": replace(
+        READ_TOGETHER,
+        parallel=ParallelConfig(pipeline=2, virtual_pipeline=2, memory=2),
+        train=replace(READ_TOGETHER.train, recompute="full", global_batch_size=256),
+    ),
     "summed rows": SUMMED_ROWS,
     "summed rows, and values": SUMMED_AND_MIXED,
     "up-projections": UP_PROJECTIONS,

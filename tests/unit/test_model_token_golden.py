@@ -195,7 +195,8 @@ def tide_weights(case: Case) -> nn.Module:
     read = family_of(case.memory).shared_read()
     assert read is not None
     group: Any = OneRank()
-    together = read(case.megatron, case.memory, case.banks[0], copy=Copy(), tensor_group=group, data_group=group)
+    (bank,), options = case.banks, {"copy": Copy(), "tensor_group": group, "data_group": group}
+    together = read(case.megatron, case.memory, bank, kernels=bank.kernels, **options)
     set_weight(case, "mem.E", case.banks[0].get_parameter("values"))
     if case.config["mem_rmsnorm_gain"]:
         set_weight(case, "mem.gain", together.gain)

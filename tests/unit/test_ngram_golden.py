@@ -121,7 +121,8 @@ def residual(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: to
     of_megatron = megatron({"d": config["width"], "H": 1}, dtype)
     layers, banks = build_memory(memory, of_megatron, config["layers"], kernels)
     group: Any = OneRank()
-    together = SummedRows(of_megatron, memory, banks[0], copy=Copy(), tensor_group=group, data_group=group)
+    options: dict[str, Any] = {"copy": Copy(), "tensor_group": group, "data_group": group}
+    together = SummedRows(of_megatron, memory, banks[0], kernels=kernels, **options)
     leaves = recorded_weights(tensors, dtype)
     if signs is not None:
         # Published ones are drawn by a library.

@@ -19,9 +19,9 @@ def _costs(memory: ResidualNgramsConfig, view: LayerView, model: ModelConfig) ->
     return LayerCosts(retrieval=1)
 
 
-def _shared_kept_wide(memory: ResidualNgramsConfig, width: int) -> int:
-    """The sum, in 16 bits, and signs of 8, where rows are not summed as they are read."""
-    return (2 + memory.rows_per_token) * memory.value_dim // 4 if memory.has_signs else 0
+def _shared_kept(memory: ResidualNgramsConfig, width: int, element_bytes: int) -> int:
+    """The sum, and signs of 8 bits, where rows are not summed as they are read."""
+    return (element_bytes + memory.rows_per_token) * memory.value_dim if memory.has_signs else 0
 
 
 def _distribution(name: str, memory: ResidualNgramsConfig, model: ModelConfig) -> Distribution:
@@ -41,5 +41,5 @@ RESIDUAL_NGRAMS = Family(
     distribution=_distribution,
     table_std=_table_std,
     shared_read_path=f"{__package__}.layer:SummedRows",
-    shared_kept_wide=_shared_kept_wide,
+    shared_kept=_shared_kept,
 )

@@ -23,9 +23,9 @@ def _shared_parameters(memory: TideConfig, width: int) -> int:
     return memory.rows_per_token * width if memory.row_gain else 0
 
 
-def _shared_kept_wide(memory: TideConfig, width: int) -> int:
-    """The rows before their norm, K D; and behind it, where gains are trained on them."""
-    return (2 if memory.row_gain else 1) * memory.rows_per_token * width
+def _shared_kept(memory: TideConfig, width: int, element_bytes: int) -> int:
+    """The normalised rows, K D."""
+    return element_bytes * memory.rows_per_token * width
 
 
 def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribution:
@@ -51,5 +51,5 @@ TIDE = Family(
     table_std=_table_std,
     shared_read_path=f"{__package__}.layer:TideRead",
     shared_parameters=_shared_parameters,
-    shared_kept_wide=_shared_kept_wide,
+    shared_kept=_shared_kept,
 )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.banks.bank import TableLookup
+from kernels.rms_norm.op import RmsNorm
 from megamem.chunk.inputs import Inputs
 from megamem.config.width import Width
 from megamem.layers.read_apart import read_apart
@@ -35,16 +35,19 @@ class TideRead(SharedRead):
     def forward(self, inputs: Inputs, first_address: int) -> Tensor:
         """[t, b, K, D] for the tokens of `inputs` [t, b]."""
         rows = rows_of_inputs(inputs, self.memory, first_address)
-        read = read_normalised(self.lookup, rows, self.epsilon, self.config.params_dtype)
-        normal = read.view(*inputs.token_ids.shape, *read.shape[1:])
-        return (normal * self.gain if self.memory.row_gain else normal).to(self.config.params_dtype)
+        read = read_apart(self.lookup, rows, self.config.params_dtype)
+        gains = self.gain if self.memory.row_gain else None
+        normal = normalised(read, gains, self.epsilon, self.kernels.rms_norm)
+        return normal.view(*inputs.token_ids.shape, *normal.shape[1:])
 
 
-def read_normalised(lookup: TableLookup, rows: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm(E_k[w]) without a gain, [T, K, D] in at least fp32, for `rows` [T, K] of `dtype`."""
-    read = read_apart(lookup, rows, dtype)
-    wide = read.to(torch.promote_types(read.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+def normalised(rows: Tensor, gains: Tensor | None, epsilon: float, norm: RmsNorm) -> Tensor:
+    """RMSNorm(E_k[w]) of `rows` [T, K, D], times the gain of each table in `gains` [K, D]; None: gains of 1."""
+    if gains is None:
+        return norm(rows, rows.new_ones(rows.shape[-1]), epsilon)
+    # A kernel for each table, which reads rows once and keeps them as they are; written out, they would be kept twice in fp32.
+    of_tables = zip(rows.unbind(1), gains.unbind(0), strict=True)
+    return torch.stack([norm(of_table, gain, epsilon) for of_table, gain in of_tables], 1)
 
 
 class TideLayer(TokenTableLayer):
@@ -76,5 +79,6 @@ class TideLayer(TokenTableLayer):
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`."""
         inputs = self.alone(inputs)
-        shared = read_normalised(self.lookup, self.rows(inputs), self.epsilon, hidden.dtype)
+        read = read_apart(self.lookup, self.rows(inputs), hidden.dtype)
+        shared = normalised(read, None, self.epsilon, self.kernels.rms_norm)
         return self(hidden, replace(inputs, read=shared.view(*inputs.token_ids.shape, *shared.shape[1:])))

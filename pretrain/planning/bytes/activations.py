@@ -14,6 +14,7 @@ from pretrain.planning.bytes.block_kept import (
     norm_bytes,
     one_with_memory,
     operands_of_joined,
+    reads_kept,
 )
 from pretrain.planning.bytes.block_passing import Passing, block_passing
 from pretrain.planning.bytes.kept_streams import kept_streams
@@ -62,6 +63,9 @@ def activations(
         # Every block keeps its input; a whole block only while its backward pass runs, at most one with a memory.
         arrivals = stage.backward.arrivals / max(1, stage.backward.num) * model.hidden_size * element
         waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * (state_bytes(model, element) + arrivals)}
+        reads = reads_kept(config, stage, stage.backward, tokens)
+        waiting = merged(waiting, {part: blocks_in_flight * num for part, num in reads.items()})
+        block = merged(block, {part: -num for part, num in reads.items()})
         if model.moe is not None:
             # Megatron's dispatchers keep the graphs of their last pass, and those the gradients of the blocks' inputs.
             left = (stage.backward.num - 1) * tokens * model.hidden_size * element

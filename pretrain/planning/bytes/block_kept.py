@@ -126,14 +126,32 @@ def _gradients_under_way(config: RunConfig, family: FamilyInStage, tokens: int) 
 
 def _memories_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:
     """Bytes that backward of all memory layers of a family needs of their forward pass."""
-    own, memory, element = family.costs, family.memory, config.train.element_bytes
+    own, element = family.costs, config.train.element_bytes
     per_token = 4 * own.kept_wide + element * own.kept_narrow + 8 * own.kept_ids
-    shared = family_of(memory).shared_kept_wide(memory, config.model.hidden_size)
-    of_lookups = Counter(family.lookups).items()
+    of_layers = tokens * per_token + own.kept_keys * element
+    return merged({MemoryPart.MEMORY: float(of_layers)}, _lookups_kept(config, family, tokens))
+
+
+def _lookups_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dict[MemoryPart, float]:
+    """Bytes that backward of all lookups of a family needs of their forward pass, with what a chunk's layers make of one
+    together."""
+    memory, of_lookups = family.memory, Counter(family.lookups).items()
+    shared = family_of(memory).shared_kept(memory, config.model.hidden_size, config.train.element_bytes)
     return {
-        MemoryPart.MEMORY: tokens * per_token + own.kept_keys * element + len(family.lookups) * tokens * 4 * shared,
+        MemoryPart.MEMORY: float(len(family.lookups) * tokens * shared),
         MemoryPart.EXCHANGE: sum(n * _lookup_kept(config, memory, rows, tokens) for rows, n in of_lookups),
     }
+
+
+def reads_kept(config: RunConfig, stage: Stage, blocks: Blocks, tokens: int) -> dict[MemoryPart, float]:
+    """Bytes of these that a chunk's layers read together before its first block, which no block makes again: the mean over
+    some blocks of a stage."""
+    together = [family for family in stage.families if family.memory.reads_once and blocks.memories]
+    if not together:
+        return {}
+    share = blocks.memories / stage.blocks.memories / max(1, blocks.num)
+    of_reads = merged(*(_lookups_kept(config, family, tokens) for family in together))
+    return {part: share * num_bytes for part, num_bytes in of_reads.items()}
 
 
 def core_kept(config: RunConfig, tokens: int) -> float:
