@@ -15,7 +15,8 @@ def lower_network_threads() -> None:
 
     A message that comes while another thread has the lock of its connection makes gloo ask again at once, until the lock
     is free. Where ranks are more than cores, it asks for as long as the lock's owner waits for a core: a fifth of what small
-    ranks compute. With a lower priority it leaves the core to the owner. Threads of groups made later are not reached.
+    ranks compute. With a lower priority it leaves the core to the owner. Threads of groups made later are not reached, nor
+    those of torch before 2.13, which have no name.
     """
     for task in Path("/proc/self/task").glob("*"):
         # It may have ended meanwhile.

@@ -96,6 +96,7 @@ def test_axes_of_the_same_ranks_share_a_group_of_gloos(run_ranks: Any) -> None:
     assert run_ranks(ranks_of_groups, 2) == [[[0], [0, 1], [0, 1], [1]]] * 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have names from torch 2.13 on")
 def test_threads_that_receive_leave_cores_to_others(run_ranks: Any) -> None:
     def niceness() -> dict[bool, set[int]]:
         found: dict[bool, set[int]] = {True: set(), False: set()}

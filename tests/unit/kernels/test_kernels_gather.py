@@ -18,7 +18,18 @@ from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
 from kernels.select import Kernels
 from tests.rotation import in_rotation
-from tests.unit.kernels.cases import DTYPES, SHAPES, Shape, assert_close, draw, fitting, shapes, wide, with_grads
+from tests.unit.kernels.cases import (
+    DTYPES,
+    SHAPES,
+    TRACED,
+    Shape,
+    assert_close,
+    draw,
+    fitting,
+    shapes,
+    wide,
+    with_grads,
+)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +193,7 @@ def test_rows_that_are_not_read_may_hold_anything(kernels: Kernels, dtype: torch
             assert torch.equal(actual, reference)
 
 
+@TRACED
 def test_torch_compile_takes_the_gathers_whole(kernels: Kernels) -> None:
     """Forward and backward in one graph each, of entries in one block and in three."""
     c = draw(SHAPES[1], torch.float32)

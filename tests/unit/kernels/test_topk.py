@@ -26,6 +26,7 @@ from kernels.product_topk import naive as naive_product
 from kernels.select import implementation_of, select_kernels
 from kernels.tucker_topk import naive as naive_tucker
 from megamem.layers import product_key, tucker
+from tests.unit.kernels.cases import TRACED
 
 Selection = Callable[..., tuple[Tensor, Tensor]]
 
@@ -235,6 +236,7 @@ def test_operators_are_what_tracing_is_told(implementation: Implementation) -> N
             torch.library.opcheck(select, arguments(case), test_utils=("test_schema", "test_faketensor"))
 
 
+@TRACED
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_retrieval_is_traced_whole(implementation: Implementation) -> None:
     """Forward and backward in one graph each, with the gradients of an untraced one."""
