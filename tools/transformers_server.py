@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,7 +56,9 @@ def main(folder: str, name: str, host: str, port: str, overrides: str, trust: st
         # Its names of models are paths.
         (Path(here) / name).symlink_to(folder)
         os.chdir(here)
-        Serve(name, host=host, port=int(port), trust_remote_code=is_trusted)
+        # Ctrl-C ends it when it has answered what it was asked.
+        with suppress(KeyboardInterrupt):
+            Serve(name, host=host, port=int(port), trust_remote_code=is_trusted)
 
 
 def _answering(build: Any, paths: Collection[str]) -> Any:

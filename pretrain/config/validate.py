@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -17,7 +18,7 @@ from pretrain.config.layout_rules import column_parts_text, layout_problems
 from pretrain.config.loader import join_problems
 from pretrain.config.position import steps_before, tokens_of_run
 from pretrain.config.schedule import schedule_span, table_decay
-from pretrain.config.schema import BatchRampConfig, RunConfig
+from pretrain.config.schema import BatchRampConfig, RunConfig, TrainConfig
 from pretrain.config.settled import settled
 from pretrain.config.suggest import nearest_multiples
 from pretrain.config.table_gradients import gradients_problems
@@ -100,7 +101,7 @@ def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
         if size % unit:
             yield (
                 f"{key} is {size}, which is not a multiple of train.micro_batch_size {train.micro_batch_size}{over} = "
-                f"{unit}: use {nearest_multiples(size, unit * rounds)}"
+                f"{unit}: use {nearest_multiples(size, unit * rounds)}{_smaller_microbatch(train, size, (data_size or 1) * rounds)}"
             )
         elif size % (unit * rounds):
             yield (
@@ -108,6 +109,13 @@ def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
                 f"{parallel.virtual_pipeline} their number must be a multiple of parallel.pipeline {parallel.pipeline}: "
                 f"use {nearest_multiples(size, unit * rounds)}"
             )
+
+
+def _smaller_microbatch(train: TrainConfig, size: int, unit: int) -> str:
+    """The microbatch that keeps a batch of `size` sequences, of which each rank and round has a `unit`th, in words."""
+    if train.batch_ramp is not None or size % unit:
+        return ""
+    return f", or train.micro_batch_size {math.gcd(train.micro_batch_size, size // unit)}"
 
 
 def _batch_ramp(ramp: BatchRampConfig, batch_size: int) -> Iterator[str]:

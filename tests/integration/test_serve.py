@@ -300,4 +300,7 @@ def served(start: Start, run: Path, engine: str, folder: Path) -> Iterator[int]:
     assert server.poll() is None, said()[-4000:]
     yield port
     os.kill(server.pid, signal.SIGINT)
-    server.wait()
+    ended = server.wait()
+    if engine == "transformers":
+        assert ended.code == 0, said()[-4000:]
+        assert "Traceback" not in said(), said()[-4000:]

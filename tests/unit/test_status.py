@@ -60,6 +60,7 @@ def put_down(folder: RunFolder, life: str, **changes: Any) -> Path:
 def test_nobody_ever_owned(make: Callable[..., RunFolder]) -> None:
     folder = make("a")
     assert look(folder) is None
+    assert str(standing_of(folder, 0, 5)) == "new (nobody has started it)"
     assert standing_of(folder, 3, 5).state == "unknown"
     assert standing_of(folder, 5, 5).state == "finished"
 
@@ -216,7 +217,7 @@ def test_a_table_and_json_of_the_runs_that_are_there(
     assert header.split()[:4] == ["run", "step", "tokens", "loss"]
     assert one.split()[:6] == ["runs/one", "3/5", "30", "2.0000", "4.5000", "-"]
     assert two.split()[:7] == ["runs/two", "0/5", "0", "-", "-", "-", "-"]
-    assert one.index("unknown") == two.index("unknown") == header.index("state")
+    assert one.index("unknown") == two.index("new (nobody has started it)") == header.index("state")
     assert main(["status", "--json", "runs/two", "runs/one"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["run"], row["step"], row["loss"]) for row in found] == [("runs/two", 0, None), ("runs/one", 3, 2.0)]

@@ -29,6 +29,7 @@ State: TypeAlias = Literal[
     "cancelled",
     "failed",
     "killed",
+    "new",
     "unknown",
 ]
 _ALIVE = ("running", "silent")
@@ -42,8 +43,8 @@ class Standing:
         state: running; silent: its owner is on another machine and has not beaten for a minute; queued: its Slurm job
             waits; starting: its job runs, and its ranks do not train yet; ending: they do no longer; finished: all steps
             are done; stopped: as it was asked to, with a checkpoint; cancelled: its job was, and saved nothing for it;
-            failed: it ended with an error; killed: its process is gone and never said that it ended; unknown: from
-            before ends were recorded.
+            failed: it ended with an error; killed: its process is gone and never said that it ended; new: it was
+            made, and nobody has started it; unknown: from before ends were recorded.
         detail: words on who and since when; empty where there is nothing to say.
         seen: its process was looked for, or it said itself that it has ended.
     """
@@ -58,7 +59,7 @@ class Standing:
         Args:
             step: the last one in its metrics.
         """
-        own = "before its first step" if self.state == "unknown" and not step else self.detail
+        own = "before its first step" if self.state == "new" else self.detail
         return Standing(self._state_with(jobs.phase, step), ", ".join(filter(None, (own, jobs.detail))))
 
     def _state_with(self, phase: JobPhase, step: int) -> State:
@@ -77,7 +78,7 @@ class Standing:
             return "cancelled"
         if self.state in _ALIVE:
             return "killed"
-        return "failed" if self.state == "unknown" and not step and phase is JobPhase.ENDED else self.state
+        return "failed" if self.state == "new" and phase is JobPhase.ENDED else self.state
 
     def __str__(self) -> str:
         return f"{self.state} ({self.detail})" if self.detail else self.state
@@ -98,7 +99,9 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
     if num_steps is not None and step >= num_steps and (not events or isinstance(events[-1], End)):
         return Standing("finished")
     if not events:
-        return Standing("unknown", "how it ended was not recorded")
+        return (
+            Standing("unknown", "how it ended was not recorded") if step else Standing("new", "nobody has started it")
+        )
     last = events[-1]
     return Standing("stopped" if isinstance(last, End) else "failed", f"at step {max(step, last.step)}")
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
 from pretrain.config.table_gradients import chosen
 from pretrain.config.validate import advice, validate
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, MissingDataError
 from pretrain.planning.bytes.held import HeldBytes, held_bytes
 from pretrain.run.folder import RunFolder, default_run_folder
 from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
@@ -70,7 +71,7 @@ def run_check(args: argparse.Namespace) -> int:
             if args.gpu_memory is not None:
                 check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
             # Parameters are counted with the data's vocabulary where the data is here.
-            checked.append(config if args.elsewhere else check_start(config, num_ranks, folder, local=True))
+            checked.append(config if args.elsewhere else _started(config, num_ranks, folder))
     if not args.elsewhere:
         folder.check_writable()
     where = "" if num_ranks is None else f" on {plural(num_ranks, 'rank')}"
@@ -92,3 +93,17 @@ def run_check(args: argparse.Namespace) -> int:
 
 def _in_files(held: HeldBytes) -> str:
     return f", and keeps {gigabytes(held.files)} of tables and their state in files" if held.files else ""
+
+
+def _started(config: RunConfig, num_ranks: int, folder: RunFolder) -> RunConfig:
+    """The configuration as a run starts with it here.
+
+    Raises:
+        MissingDataError: a data set is not here; the message names the option that does without.
+    """
+    try:
+        return check_start(config, num_ranks, folder, local=True)
+    except MissingDataError as error:
+        raise MissingDataError(
+            f"{error} If it is on another machine, --elsewhere checks all else.", error.folder
+        ) from error

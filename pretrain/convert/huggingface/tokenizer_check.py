@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from pretrain.convert.huggingface.tokenizer_files import BYTE_EOD
 from pretrain.data.conversations import rendered_exchanges
@@ -20,6 +21,19 @@ _TEXTS = (
 )
 
 
+def _as_transformers_reads(folder: Path) -> Any:
+    """The folder's tokenizer. That the model's own type needs code, which is not looked at, is no news: nothing warns of it."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
     """A text that transformers reads from a folder as other ids than training did, in a sentence; None: it reads all alike.
 
@@ -32,10 +46,8 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
     """
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed here: whether it reads the tokenizer as training did was not looked at"
-    from transformers import AutoTokenizer
-
     # Never code of a folder: a tokenizer of ours has none.
-    read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    read = _as_transformers_reads(folder)
     for text in [*_TEXTS, *_added_tokens(tokenizer)]:
         # The end of a document is one id there, in training it was text.
         text = text.replace(tokenizer.eod_token or BYTE_EOD, "")

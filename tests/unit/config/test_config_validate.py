@@ -86,7 +86,7 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
         (
             {"train.global_batch_size": 30},
             None,
-            "train.global_batch_size is 30, which is not a multiple of train.micro_batch_size 4 = 4: use 28 or 32",
+            "train.global_batch_size is 30, which is not a multiple of train.micro_batch_size 4 = 4: use 28 or 32, or train.micro_batch_size 2",
         ),
         (
             {"train.global_batch_size": 8},
