@@ -33,12 +33,12 @@ examples:
   megamem status runs/recall --json
   megamem status runs/mine --attempts
 
-A folder that is no run stands for all runs below it. States: new (nobody has started it); running; silent (its owner is on another machine and has
-given no sign for a minute); queued (its Slurm job waits); starting (the job runs, its ranks do not train yet); ending
-(its ranks train no longer); finished; stopped (as it was asked to, with a checkpoint); cancelled; failed (with an
-error); killed (the process is gone without an end record); unknown (a run of an older version). A submitted run also
-shows its job and what follows its last attempt. Only the last 2 MiB of the metrics are read, so an older evaluation is
-not shown. Nothing is written.
+A folder that is no run stands for all runs below it. States: new (nobody has started it); running; silent (its owner is
+on another machine and has given no sign for a minute); queued (its Slurm job waits); starting (the job runs, its ranks
+do not train yet); ending (its ranks train no longer); finished; stopped (as it was asked to, with a checkpoint);
+cancelled; failed (with an error); killed (the process is gone without an end record); unknown (a run of an older
+version). A submitted run also shows its job and what follows its last attempt. Only the last 2 MiB of the metrics are
+read, so an older evaluation is not shown. Nothing is written.
 """
 
 TAIL_BYTES = 2 << 20

@@ -99,9 +99,10 @@ def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
         sizes["train.batch_ramp.increment"] = train.batch_ramp.increment
     for key, size in sizes.items():
         if size % unit:
+            smaller = _smaller_microbatch(train, size, (data_size or 1) * rounds)
             yield (
                 f"{key} is {size}, which is not a multiple of train.micro_batch_size {train.micro_batch_size}{over} = "
-                f"{unit}: use {nearest_multiples(size, unit * rounds)}{_smaller_microbatch(train, size, (data_size or 1) * rounds)}"
+                f"{unit}: use {nearest_multiples(size, unit * rounds)}{smaller}"
             )
         elif size % (unit * rounds):
             yield (

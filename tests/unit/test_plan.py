@@ -343,7 +343,7 @@ def test_counting_goes_on_until_what_is_recommended_has_been_counted(
 def test_what_does_not_fit_as_counted_is_told_by_counted_parts(on_sixteen: list[Estimate]) -> None:
     found = replace(on_sixteen[0], counted={MemoryPart.LOSS: 90e9, MemoryPart.TABLES: 10e9})
     said = too_large(found, H100)
-    assert "would hold 100.0 GB at its peak, as a dry run counts them, of which logits and loss 90.0 GB" in said
+    assert "would hold 100.0 GB at its peak, as a dry run counts, of which logits and loss 90.0 GB" in said
     assert "train.loss_chunk_tokens" in said
 
 

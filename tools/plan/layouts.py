@@ -220,7 +220,7 @@ def too_large(found: Estimate, hardware: Hardware) -> str:
             f"is {hardware.host_bytes / 1e9:,.1f} GB: use more GPUs, optimizer.value_offload: none, or "
             "checkpoint.asynchronous: false"
         )
-    by_part, said = (stage.by_part, "") if found.counted is None else (found.counted, ", as a dry run counts them")
+    by_part, said = (stage.by_part, "") if found.counted is None else (found.counted, ", as a dry run counts")
     part, num_bytes = max(by_part.items(), key=lambda item: item[1])
     help_ = _HELP.get(part, "use train.recompute: full or a smaller train.micro_batch_size, or raise parallel.tensor")
     return (

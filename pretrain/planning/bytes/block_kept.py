@@ -144,8 +144,8 @@ def _lookups_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dict
 
 
 def reads_kept(config: RunConfig, stage: Stage, blocks: Blocks, tokens: int) -> dict[MemoryPart, float]:
-    """Bytes of these that a chunk's layers read together before its first block, which no block makes again: the mean over
-    some blocks of a stage."""
+    """Bytes that backward needs of what a chunk's layers read together before its first block, which no block makes again:
+    the mean over some blocks of a stage."""
     together = [family for family in stage.families if family.memory.reads_once and blocks.memories]
     if not together:
         return {}
