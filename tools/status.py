@@ -169,7 +169,7 @@ def line_of(path: Path) -> StatusLine:
     last = step.get("step", 0)
     standing = standing_of(folder, last, num_steps)
     if (jobs := jobs_standing(folder)) is not None:
-        standing = standing.with_jobs(jobs, last)
+        standing = standing.with_jobs(jobs)
     return StatusLine(
         run=str(path),
         name=name,

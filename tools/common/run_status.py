@@ -53,16 +53,12 @@ class Standing:
     detail: str = ""
     seen: bool = True
 
-    def with_jobs(self, jobs: JobsStanding, step: int) -> Standing:
-        """Standing of a run that was submitted to Slurm, whose jobs are told of too.
-
-        Args:
-            step: the last one in its metrics.
-        """
+    def with_jobs(self, jobs: JobsStanding) -> Standing:
+        """Standing of a run that was submitted to Slurm, whose jobs are told of too."""
         own = "before its first step" if self.state == "new" else self.detail
-        return Standing(self._state_with(jobs.phase, step), ", ".join(filter(None, (own, jobs.detail))))
+        return Standing(self._state_with(jobs.phase), ", ".join(filter(None, (own, jobs.detail))))
 
-    def _state_with(self, phase: JobPhase, step: int) -> State:
+    def _state_with(self, phase: JobPhase) -> State:
         is_over = phase in (JobPhase.ENDED, JobPhase.CANCELLED)
         if self.state in _ALIVE and (self.seen or not is_over):
             return self.state
@@ -78,7 +74,10 @@ class Standing:
             return "cancelled"
         if self.state in _ALIVE:
             return "killed"
-        return "failed" if self.state == "new" and phase is JobPhase.ENDED else self.state
+        if self.state == "new":
+            # It was submitted.
+            return "failed" if phase is JobPhase.ENDED else "unknown"
+        return self.state
 
     def __str__(self) -> str:
         return f"{self.state} ({self.detail})" if self.detail else self.state
