@@ -144,7 +144,7 @@ def patch(here: Here, saved_run: Path, after: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def run(saved_run: Path, tmp_path: Path) -> Path:
-    """A run to change."""
+    """A run to change, or to own: others look at the shared one meanwhile."""
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
@@ -260,7 +260,7 @@ def test_a_new_folder_is_written_beside(here: Here, saved_run: Path, after: Path
     assert contents(export) == kept
 
 
-def test_a_bf16_run_takes_a_patch_in_its_main_weights(here: Here, saved_run: Path, tmp_path: Path) -> None:
+def test_a_bf16_run_takes_a_patch_in_its_main_weights(here: Here, saved_run: Path, run: Path, tmp_path: Path) -> None:
     """Weights alone in bf16, and the same model with fp32 main weights: what one drops, the other has."""
     half, trained = tmp_path / "half", tmp_path / "trained"
     done(here, "checkpoint", "convert", saved_run, half, "--weights-only", "--dtype", "bf16")
@@ -274,7 +274,7 @@ def test_a_bf16_run_takes_a_patch_in_its_main_weights(here: Here, saved_run: Pat
     expected = tensors(checkpoint(trained, STEP))[main_name(VALUES)][rows].bfloat16()
     assert torch.equal(tensors(checkpoint(half, STEP))[VALUES][rows], expected)
     # The run has more bits of the rows than the patch has of them before.
-    text = refused(here, 4, "patch", "apply", path, saved_run)
+    text = refused(here, 4, "patch", "apply", path, run)
     assert "The patch has fewer bits of these rows" in text
 
 
@@ -361,15 +361,15 @@ def test_show_says_what_is_in_a_patch(here: Here, saved_run: Path, after: Path, 
     assert table["rms_change"] == pytest.approx(float(change.square().mean().sqrt()), rel=1e-5)
 
 
-def test_formats_that_are_not_patched_say_so(here: Here, saved_run: Path, patch: Path, tmp_path: Path) -> None:
+def test_formats_that_are_not_patched_say_so(here: Here, run: Path, patch: Path, tmp_path: Path) -> None:
     for name, words in (("nothing", "no such file"), (str(tmp_path), "is a folder")):
         assert words in refused(here, 4, "patch", "show", name)
     assert "no such file" in refused(here, 4, "patch", "apply", patch, tmp_path / "none")
     assert "no checkpoint of a known format" in refused(here, 4, "patch", "apply", patch, tmp_path)
-    config = saved_run / "config.yaml"
+    config = run / "config.yaml"
     assert "is a configuration" in refused(here, 2, "patch", "apply", patch, config)
     assert "is no patch" in refused(here, 4, "patch", "show", _some_safetensors(tmp_path))
-    text = refused(here, 2, "patch", "apply", patch, checkpoint(saved_run, STEP), "--step", 3)
+    text = refused(here, 2, "patch", "apply", patch, checkpoint(run, STEP), "--step", 3)
     assert "--step is 3, and " in text
     assert "is the checkpoint of step 6: leave it out" in text
     assert "only patch" in refused(here, 2, "patch", "merge", patch, "--output", tmp_path / "new")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from commands import Megamem, Start, last_step, steps, wait_until
-
-from pretrain.run.folder import RunFolder
 
 
 class Texts(HTMLParser):
@@ -37,13 +34,7 @@ def status(megamem: Megamem, *runs: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.output.splitlines()]
 
 
-def unowned(run: Path, place: Path) -> Path:
-    """Copy of a run that other tests share, one of which may own it, as a copied patch does while it reads."""
-    return Path(shutil.copytree(run, place, ignore=shutil.ignore_patterns(RunFolder(run).owner.name)))
-
-
 def test_a_finished_run(saved_run: Path, trained: Path, megamem: Megamem, tmp_path: Path) -> None:
-    saved_run, trained = unowned(saved_run, tmp_path / "a" / "run"), unowned(trained, tmp_path / "b" / "run")
     (found,) = status(megamem, saved_run)
     assert (found["name"], found["state"], found["step"], found["num_steps"]) == ("tiny", "finished", 6, 6)
     assert (found["checkpoint"], found["tokens"]) == (6, 6 * 256)
