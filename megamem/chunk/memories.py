@@ -93,8 +93,15 @@ def joint_read(
     (spec,) = model.banks_of(memory)
     bank, read = banks[spec.index], family_of(memory).shared_read()
     assert read is not None
-    options: dict[str, Any] = {"copy": stage, "tensor_group": groups.tp, "data_group": groups.dp_cp}
-    return read(config, memory, _lookup(bank, memory), kernels=bank.kernels, **options)
+    return read(
+        config,
+        memory,
+        _lookup(bank, memory),
+        kernels=bank.kernels,
+        copy=stage,
+        tensor_group=groups.tp,
+        data_group=groups.dp_cp,
+    )
 
 
 def _memory_indices(spans: Sequence[Span], layers: range) -> list[int]:

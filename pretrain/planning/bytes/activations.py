@@ -98,9 +98,7 @@ def activations(
     if beside:
         of_common_stream = _backbones(waiting) + max(_backbones(of_backbone), _backbones(at_loss))
         memory = _memorys(waiting) + _memorys(block) + passing.on_memory_stream
-        # Rows as gradients are sorted and added up on the common stream, at the step's end.
-        on_gradient_stream = 0.0 if has_read_rows(config) else passing.on_gradient_stream
-        pools = of_common_stream + memory + on_gradient_stream
+        pools = of_common_stream + memory + passing.on_gradient_stream
         parts[MemoryPart.STREAMS] = pools - total(parts) + _returning(config, stage, tokens, division.num_microbatches)
     if has_read_rows(config):
         # Rows are added up when the activations are gone, in what the common stream had of them, but for lookups of the last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from kernels.common.ids import bytes_per_id
 from megamem.config.memory import MemoryConfig
@@ -46,10 +47,8 @@ def block_kept(
     }
     if not stage.families or not blocks.memories:
         return parts
-    # The share of the stage's memories that are in these blocks.
-    share *= blocks.memories / stage.blocks.memories
-    of_memories = merged(*(_memories_kept(config, family, tokens) for family in stage.families))
-    return {**parts, **{part: share * num for part, num in of_memories.items()}}
+    of_memories = (_memories_kept(config, family, tokens) for family in stage.families)
+    return {**parts, **_mean_over(stage, blocks, of_memories)}
 
 
 def one_with_memory(
@@ -146,12 +145,18 @@ def _lookups_kept(config: RunConfig, family: FamilyInStage, tokens: int) -> dict
 def reads_kept(config: RunConfig, stage: Stage, blocks: Blocks, tokens: int) -> dict[MemoryPart, float]:
     """Bytes that backward needs of what a chunk's layers read together before its first block, which no block makes again:
     the mean over some blocks of a stage."""
-    together = [family for family in stage.families if family.memory.reads_once and blocks.memories]
-    if not together:
+    if not blocks.memories:
         return {}
-    share = blocks.memories / stage.blocks.memories / max(1, blocks.num)
-    of_reads = merged(*(_lookups_kept(config, family, tokens) for family in together))
-    return {part: share * num_bytes for part, num_bytes in of_reads.items()}
+    together = (family for family in stage.families if family.memory.reads_once)
+    return _mean_over(stage, blocks, (_lookups_kept(config, family, tokens) for family in together))
+
+
+def _mean_over(
+    stage: Stage, blocks: Blocks, of_families: Iterable[Mapping[MemoryPart, float]]
+) -> dict[MemoryPart, float]:
+    """Mean over some blocks, by the share of the stage's memories that are in these, of bytes of families in all of it."""
+    share = 1 / max(1, blocks.num) * (blocks.memories / stage.blocks.memories)
+    return {part: share * num_bytes for part, num_bytes in merged(*of_families).items()}
 
 
 def core_kept(config: RunConfig, tokens: int) -> float:

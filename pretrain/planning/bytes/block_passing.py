@@ -8,6 +8,7 @@ from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
 from pretrain.planning.bytes.block_kept import id_bytes
 from pretrain.planning.bytes.memory_parts import MemoryPart, merged, total
+from pretrain.planning.bytes.row_bytes import has_read_rows
 from pretrain.planning.counts.attention import attention_backward
 from pretrain.planning.counts.experts import experts_backward
 from pretrain.planning.counts.pipeline_stages import FamilyInStage, Stage
@@ -61,18 +62,18 @@ def block_passing(
         of_ffn = kept.get(MemoryPart.FEED_FORWARD, 0.0)
         backbone.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     moments: list[dict[MemoryPart, float]] = [{}]
-    on_memory_stream = on_gradient_stream = 0.0
+    on_memory_stream = sorting = 0.0
     reading = stage.families if stage.backward.memories else ()
     together = [family.memory for family in reading if family.memory.reads_once]
     apart = [family for family in reading if not family.memory.reads_once]
     if apart:
         for family in apart:
             moments += _moments(config, family, tokens, kept)
-            on_gradient_stream = max(on_gradient_stream, _sort_bytes(config, family, tokens))
+            sorting = max(sorting, _sort_bytes(config, family, tokens))
         operands = under_way.get(MemoryPart.EXCHANGE, 0.0)
         on_memory_stream = max(0.0, *(total(moment) + operands for moment in moments))
         moments = [merged(moment, under_way) for moment in moments]
-        moments.append({MemoryPart.MEMORY: on_gradient_stream})
+        moments.append({MemoryPart.MEMORY: sorting})
     for memory in together:
         # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
         shared = tokens * memory.lookup.bins * memory.width("values") * element
@@ -86,7 +87,8 @@ def block_passing(
         max(backbone, key=total),
         max(moments, key=total),
         on_memory_stream,
-        on_gradient_stream,
+        # Rows as gradients are sorted and added up on the common stream, at the step's end.
+        0.0 if has_read_rows(config) else sorting,
     )
 
 
